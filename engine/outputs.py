@@ -1,0 +1,98 @@
+"""The values that cross the border between the engine process and its client (msgspec over zmq)."""
+
+from typing import Literal
+
+import msgspec
+
+from engine.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a started engine serves."""
+
+    model: str
+    """Resolved model: file, folder or Hugging Face id."""
+    architecture: str
+    dtype: str
+    num_parameters: int
+    max_model_len: int
+    """Window in tokens that is really admitted."""
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    block_size: int
+    num_blocks: int
+    weights_digest: str
+    attention_backend: str
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    """One sequence to compute."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str
+    """Isolation key of the prefix cache, derived by the gateway from the authenticated tenant. Never empty."""
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Forget a sequence and give back what it holds."""
+
+    request_id: str
+
+
+class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of one request went, in ms, measured inside the engine.
+
+    ``queue_ms`` arrival to first scheduling; ``prefill_ms`` first scheduling to first token; ``decode_ms`` first to
+    last token. ``queue_ms + prefill_ms + decode_ms`` is the request's whole time in the engine.
+    """
+
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    num_chunks: int
+    """Steps that computed prompt tokens."""
+    num_preemptions: int
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
+    """What one step added to one request. The last one carries ``finish_reason``."""
+
+    request_id: str
+    text: str
+    """New text; complete characters only, never part of a stop string."""
+    new_token_ids: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens taken from the prefix cache when the sequence was first scheduled."""
+    num_output_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the output, if one of those did."""
+    error: str | None = None
+    timings: RequestTimings | None = None
+    """With the first token (decode_ms is 0) and with the last."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """State of the engine after a step; counters run since its start."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Share of blocks in use, 0 to 1; cached but unreferenced blocks count as free."""
+    prompt_tokens: int
+    """Prompt tokens of all sequences that produced a first token."""
+    cached_prompt_tokens: int
+    """Those of them that came from the prefix cache, counted once per sequence."""
+    generation_tokens: int
+    num_preemptions: int
+    num_steps: int

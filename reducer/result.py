@@ -1,0 +1,74 @@
+"""What comes out of the reducer: the prompt, and what was kept, dropped and why."""
+
+from typing import Any, Literal
+
+import msgspec
+
+PassageAction = Literal["kept", "trimmed", "merged", "dropped"]
+TurnAction = Literal["kept", "summarised", "recalled", "dropped"]
+
+
+class PassageDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to one passage the caller may read."""
+
+    id: str
+    action: PassageAction
+    reason: str
+    score: float | None = None
+    """Fused relevance of the rank stage, 0 to 1."""
+    label: str | None = None
+    """Citation label in the prompt, e.g. ``[1]``; ``None`` unless its own text is in the prompt."""
+    tokens_before: int
+    tokens_after: int
+    spans: list[tuple[int, int]] = []
+    """Character offsets into the text as received; the kept text is exactly these spans."""
+    merged_into: str | None = None
+    """The passage that stands for this one."""
+    sources: list[str] = []
+    """Ids of all passages this one stands for, its own first."""
+
+
+class TurnDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to one message of the history; ``index`` is its place in the messages as received."""
+
+    index: int
+    action: TurnAction
+    reason: str
+    tokens_before: int
+    tokens_after: int
+
+
+class StageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage: tokens of passages and history before and after, its time, and whether it fell back."""
+
+    stage: str
+    tokens_before: int
+    tokens_after: int
+    ms: float
+    degraded: str | None = None
+    """Why the stage used a cheaper method than configured."""
+
+
+class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The budget that was in force."""
+
+    max_input_tokens: int
+    source: str
+
+
+class ReductionResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The compacted prompt and the record that explains and reverses every decision."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    prompt_tokens: int
+    """Exact count of the rendered prompt, template and tools included."""
+    original_prompt_tokens: int
+    """The same count with every readable passage and turn in place."""
+    budget: BudgetReport
+    documents: list[PassageDecision]
+    denied_documents: int
+    turns: list[TurnDecision]
+    stages: list[StageReport]
+    pass_through: str | None = None
+    """Why nothing was changed, if nothing was."""
