@@ -1,6 +1,6 @@
 """The reducer: messages and passages in, a smaller prompt and the record of every decision out.
 
-No HTTP, no engine. Heavy models are imported late; import the module you need, e.g. ``from reducer.pipeline import Reducer``.
+No HTTP, no engine. Heavy models are imported late; import the module you need, e.g. ``reducer.pipeline``.
 """
 
 __all__: tuple[str, ...] = ()
