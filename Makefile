@@ -1,0 +1,56 @@
+# Everything a newcomer needs: `make serve` starts the gateway, `make test` passes the tests.
+# A GPU user installs another torch with: make serve CONSTRAINTS=my-constraints.txt
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "firsttoken needs Python 3.11 or newer; set PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "the venv module is missing: install it (Debian: python3-venv)"; rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@touch $(INSTALLED)
+
+setup: $(INSTALLED) models ## virtual environment, dependencies, default models
+
+models: $(INSTALLED)
+	@$(BIN)/firsttoken models pull
+
+serve: setup ## start the gateway on the embedded engine (127.0.0.1:8080)
+	@exec $(BIN)/firsttoken serve
+
+demo: setup ## one realistic request, with and without reduction
+	@$(BIN)/python -m eval.demo
+
+test: setup ## run the tests
+	$(BIN)/python -m pytest
+
+check: setup format-check lint types test ## format, lint, types, tests
+
+format: $(INSTALLED) ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+format-check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+DATA ?= ../shared/data
+bench-side-by-side: setup ## full against reduced prompt on real questions: tokens, TTFT, answer
+	$(BIN)/python -m eval.benches.bench_side_by_side $(DATA)/nq.jsonl.gz --output eval/results/side_by_side.json
+
+clean: ## remove the virtual environment and the caches of the tools
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
