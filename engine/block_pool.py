@@ -1,0 +1,198 @@
+"""Owns all KV blocks: who uses them, which are free, and which hold a prefix that can be used again.
+
+A block is *in use* while its reference count is positive, else it is *free*. A free block may still be *cached*: it
+keeps its content and can be found by hash until it is handed out for something else. The free queue is therefore both
+the free list and the LRU order of the cache. Blocks leave at its head:
+
+    head  [ never used or without reusable content | cached, least recently released ... most recently ]  tail
+
+Four blocks, six moments (a, b: full blocks of a prompt, b follows a; p: a partial block)::
+
+    moment                            free queue         cached
+    1 start                           0 1 2 3
+    2 A takes three blocks            3
+    3 A has computed a, b             3                  a:0 b:1
+    4 A ends, tail first: p b a       2 3 1 0            a:0 b:1     2 (p) in front: nothing in it can be used again
+    5 B hits a, takes one new block   3 1                a:0 b:1     0 is in use again, 2 is B's
+    6 C takes two blocks              (empty)            a:0         b is evicted before its parent could ever be
+
+Because sequences release their last block first, a child is always evicted before its parent: no cached block is ever
+unreachable. ``check_integrity`` asserts that too.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.block_hash import NO_PARENT, BlockHash, HashedBlock
+
+
+@dataclass(slots=True, eq=False)
+class KVCacheBlock:
+    """One block of the paged KV cache."""
+
+    block_id: int
+    """Index into the KV tensors."""
+    ref_count: int = 0
+    """Sequences whose block table holds it."""
+    content: HashedBlock | None = None
+    """What it holds, while it can be found in the cache."""
+
+
+class BlockPool:
+    """A fixed number of blocks, shared by reference count, reused in LRU order."""
+
+    def __init__(self, num_blocks: int, *, enable_caching: bool = True) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self._free: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self._blocks)
+        # Two sequences that compute the same prefix at the same time make two blocks of one hash.
+        self._cached: dict[BlockHash, list[KVCacheBlock]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found by hash, in use or not."""
+        return sum(len(blocks) for blocks in self._cached.values())
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks in use, 0 to 1."""
+        return 1.0 - len(self._free) / self.num_blocks
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Hand out free blocks with reference count 1; cached ones among them are evicted, least recent first."""
+        assert num_blocks <= len(self._free), f"asked for {num_blocks} blocks, {len(self._free)} are free"
+        blocks = []
+        for _ in range(num_blocks):
+            _, block = self._free.popitem(last=False)
+            if block.content is not None:
+                self._forget(block)
+            block.ref_count = 1
+            blocks.append(block)
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take one more reference on each block; free ones leave the free queue."""
+        for block in blocks:
+            if block.ref_count == 0:
+                del self._free[block.block_id]
+            block.ref_count += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Give back one reference on each block, in the order given: the first one is evicted first.
+
+        Of several free blocks with one content only the last released stays cached; the others, like blocks without
+        reusable content, are handed out again before any cached block is evicted.
+        """
+        for block in ordered_blocks:
+            assert block.ref_count > 0, f"block {block.block_id} is freed more often than it was taken"
+            block.ref_count -= 1
+            if block.ref_count > 0:
+                continue
+            self._free[block.block_id] = block
+            if block.content is not None:
+                self._drop_duplicates(block)
+            if block.content is None:
+                self._free.move_to_end(block.block_id, last=False)
+
+    def get_cached_block(self, hashed: HashedBlock) -> KVCacheBlock | None:
+        """A block that holds exactly this content, or ``None``. One in use is preferred: sharing it costs no block."""
+        found = None
+        for block in self._cached.get(hashed.hash, ()):
+            if block.content == hashed:
+                if block.ref_count > 0:
+                    return block
+                found = block
+        return found
+
+    def cache_full_block(self, block: KVCacheBlock, hashed: HashedBlock) -> bool:
+        """Make a block that is in use and fully computed findable.
+
+        Returns:
+            False if its hash already stands for other content. Then it is not cached, and nothing that follows it
+            may be either: the parent hash of a follower would be ambiguous.
+        """
+        if not self.enable_caching:
+            return False
+        assert block.ref_count > 0, f"block {block.block_id} is cached while nobody uses it"
+        assert block.content is None, f"block {block.block_id} is cached twice"
+        blocks = self._cached.setdefault(hashed.hash, [])
+        if blocks and blocks[0].content != hashed:
+            return False
+        blocks.append(block)
+        block.content = hashed
+        return True
+
+    def reset_cache(self) -> bool:
+        """Forget all cached content, e.g. after a change of weights.
+
+        Returns:
+            False, and nothing is forgotten, while a block is in use: its sequence goes on to cache what follows it.
+        """
+        if len(self._free) < self.num_blocks:
+            return False
+        for blocks in self._cached.values():
+            for block in blocks:
+                block.content = None
+        self._cached.clear()
+        return True
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        assert block.content is not None, f"block {block.block_id} is not cached"
+        blocks = self._cached[block.content.hash]
+        blocks.remove(block)
+        if not blocks:
+            del self._cached[block.content.hash]
+        block.content = None
+
+    def _drop_duplicates(self, block: KVCacheBlock) -> None:
+        """Keep one cached copy of the content of a block that just became free.
+
+        A copy in use is the one to keep, as it will be released after ``block`` and thus after its followers. Else
+        it is ``block`` itself: its followers were released just before it, an older copy could be evicted before them.
+        """
+        assert block.content is not None, f"block {block.block_id} is not cached"
+        others = [other for other in self._cached[block.content.hash] if other is not block]
+        if any(other.ref_count > 0 for other in others):
+            self._forget(block)
+            return
+        for other in others:
+            self._forget(other)
+            self._free.move_to_end(other.block_id, last=False)
+
+    def check_integrity(self) -> None:
+        """Assert that free queue, reference counts and cache tell the same story. Linear in the number of blocks."""
+        for block in self._blocks:
+            is_free = self._free.get(block.block_id) is block
+            assert (block.ref_count == 0) == is_free, (
+                f"block {block.block_id} has {block.ref_count} references and is {'' if is_free else 'not '}free"
+            )
+            if block.content is not None:
+                assert block in self._cached.get(block.content.hash, ()), f"block {block.block_id} cannot be found"
+        assert len(self._free) <= self.num_blocks, f"{len(self._free)} of {self.num_blocks} blocks are free"
+        for block_hash, blocks in self._cached.items():
+            assert blocks, "a hash without blocks stays in the cache"
+            assert len({block.block_id for block in blocks}) == len(blocks), f"a block is listed twice: {blocks}"
+            assert sum(block.ref_count == 0 for block in blocks) <= 1, f"free duplicates are cached: {blocks}"
+            for block in blocks:
+                assert block.content is not None, f"block {block.block_id} is cached without content"
+                assert block.content.hash == block_hash, f"block {block.block_id} is cached under a foreign hash"
+                assert block.content == blocks[0].content, f"one hash stands for two contents: {blocks}"
+                parent = block.content.parent
+                assert parent == NO_PARENT or parent in self._cached, (
+                    f"block {block.block_id} is cached, but its parent was evicted before it"
+                )
+        seen_cached = False
+        for block in self._free.values():
+            assert block.content is not None or not seen_cached, (
+                f"block {block.block_id} holds nothing, but waits behind cached blocks"
+            )
+            seen_cached = seen_cached or block.content is not None
