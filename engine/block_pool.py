@@ -21,7 +21,7 @@ unreachable. ``check_integrity`` asserts that too.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.block_hash import NO_PARENT, BlockHash, HashedBlock
@@ -167,6 +167,14 @@ class BlockPool:
         for other in others:
             self._forget(other)
             self._free.move_to_end(other.block_id, last=False)
+
+    def check_references(self, num_references: Mapping[int, int]) -> None:
+        """Assert the reference count of every block; block ids that are not given have none."""
+        for block in self._blocks:
+            expected = num_references.get(block.block_id, 0)
+            assert block.ref_count == expected, (
+                f"block {block.block_id} counts {block.ref_count} references, {expected} tables hold it"
+            )
 
     def check_integrity(self) -> None:
         """Assert that free queue, reference counts and cache tell the same story. Linear in the number of blocks."""
