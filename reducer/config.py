@@ -1,0 +1,150 @@
+"""Configuration of the reducer: one Struct per stage, composed into ``ReducerConfig``.
+
+The gateway embeds it in its TOML under ``[reducer]``; a misspelt key is an error with its path.
+"""
+
+from typing import Literal
+
+import msgspec
+
+DocumentOrder = Literal["input", "best_first", "best_last"]
+
+
+def _check_share(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless ``value`` lies in [0, 1]."""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+
+
+def _check_at_least(name: str, value: float, limit: float) -> None:
+    """Raise ``ValueError`` unless ``value >= limit``."""
+    if not value >= limit:
+        raise ValueError(f"{name} must be at least {limit}, got {value}")
+
+
+class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Removal of passages that say what another passage already says."""
+
+    enabled: bool = True
+    """``False`` keeps every readable passage."""
+    shingle_size: int = 5
+    """Characters of one shingle, counted after white space and punctuation are removed."""
+    num_bands: int = 32
+    """Bands of the MinHash LSH index; more bands propose more pairs. A sketch has ``num_bands * band_size`` values."""
+    band_size: int = 2
+    """Values of one band that must agree for a pair to be proposed."""
+    min_containment: float = 0.6
+    """Share of the shorter passage's shingles that the longer one must hold before the two texts are aligned."""
+    max_alignments: int = 4000
+    """Pairs aligned for one request; the most similar go first, the rest are kept apart."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("shingle_size", self.shingle_size, 2)
+        _check_at_least("num_bands", self.num_bands, 1)
+        _check_at_least("band_size", self.band_size, 1)
+        _check_share("min_containment", self.min_containment)
+        _check_at_least("max_alignments", self.max_alignments, 1)
+
+
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Relevance of a passage for the question: three signals, each on its own scale, then a weighted mean."""
+
+    lexical_weight: float = 0.3
+    """Weight of BM25."""
+    semantic_weight: float = 0.6
+    """Weight of the embedding similarity; without an encoder its share goes to BM25."""
+    retriever_weight: float = 0.1
+    """Weight of the score that came with the passage; without scores its share goes to the others."""
+    window_chars: int = 1200
+    """A passage longer than this is scored by its best window (Latin letters; a CJK character counts as four)."""
+    max_windows: int = 8
+    """Windows of one passage that are embedded; a longer passage embeds the lexically best ones."""
+    context_weight: float = 0.25
+    """Weight of the previous user turn beside a short question that leans on it."""
+
+    def __post_init__(self) -> None:
+        for name in ("lexical_weight", "semantic_weight", "retriever_weight"):
+            _check_at_least(name, getattr(self, name), 0.0)
+        if self.lexical_weight + self.semantic_weight <= 0.0:
+            raise ValueError("lexical_weight and semantic_weight must not both be 0")
+        _check_at_least("window_chars", self.window_chars, 200)
+        _check_at_least("max_windows", self.max_windows, 1)
+        _check_share("context_weight", self.context_weight)
+
+
+class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which passages, and how much of them, go into the prompt."""
+
+    relative_threshold: float = 0.3
+    """A passage whose score is below this share of the best one's is noise and is dropped even when budget is free."""
+    min_passages: int = 5
+    """Passages that the threshold never drops, best first."""
+    top_k: int | None = None
+    """Most passages in the prompt; ``None`` leaves it to threshold and budget."""
+    min_trimmed_tokens: int = 16
+    """A passage is cut to sentences only if at least this many tokens of it fit."""
+
+    def __post_init__(self) -> None:
+        _check_share("relative_threshold", self.relative_threshold)
+        _check_at_least("min_passages", self.min_passages, 0)
+        _check_at_least("min_trimmed_tokens", self.min_trimmed_tokens, 1)
+        if self.top_k is not None:
+            _check_at_least("top_k", self.top_k, 1)
+
+
+class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which earlier turns go into the prompt."""
+
+    num_recent_messages: int = 4
+    """Messages right before the question that are kept first and verbatim, while they fit."""
+    max_share: float = 0.5
+    """Most of the tokens left beside system, tools and question that history may take while passages need the rest."""
+    max_tokens: int = 4096
+    """A longer history is cut to its recent and its relevant turns even when budget is free."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("num_recent_messages", self.num_recent_messages, 0)
+        _check_share("max_share", self.max_share)
+        _check_at_least("max_tokens", self.max_tokens, 0)
+
+
+class TemplateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the passages are written into the prompt."""
+
+    document_order: DocumentOrder = "input"
+    """``input`` keeps the caller's order, ``best_first`` and ``best_last`` sort by score."""
+
+
+class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the embedding model runs."""
+
+    max_cache_bytes: int = 64 * 1024 * 1024
+    """Memory for cached vectors, keyed by content; the least recently used go first. 0 switches the cache off."""
+    max_batch_tokens: int = 4096
+    """Padded tokens of one forward pass."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """``auto`` takes bfloat16 where the processor computes it natively."""
+    num_threads: int | None = None
+    """Threads of one forward pass in this process; ``None`` leaves torch's own choice."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("max_cache_bytes", self.max_cache_bytes, 0)
+        _check_at_least("max_batch_tokens", self.max_batch_tokens, 1)
+        if self.num_threads is not None:
+            _check_at_least("num_threads", self.num_threads, 1)
+
+
+class ReducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All stages of the reducer."""
+
+    min_prompt_tokens: int = 200
+    """A prompt that fits its budget and is no longer than this passes through: less than it costs is to be gained."""
+    dedup: DedupConfig = DedupConfig()
+    rank: RankConfig = RankConfig()
+    selection: SelectionConfig = SelectionConfig()
+    history: HistoryConfig = HistoryConfig()
+    template: TemplateConfig = TemplateConfig()
+    encoder: EncoderConfig = EncoderConfig()
+
+    def __post_init__(self) -> None:
+        _check_at_least("min_prompt_tokens", self.min_prompt_tokens, 0)

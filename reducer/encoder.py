@@ -1,0 +1,188 @@
+"""Embeddings: the protocol the reducer sees, and sentence-transformers behind it with a cache by content.
+
+torch and sentence-transformers are imported when the first encoder is built, never with this module.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from reducer.config import EncoderConfig
+from reducer.sentences import split_windows
+
+FloatArray = npt.NDArray[np.float32]
+
+_CACHE_ENTRY_OVERHEAD = 200  # bytes of key, array header and dictionary slot beside the vector itself
+
+
+class Encoder(Protocol):
+    """Turns texts into vectors whose dot product is their similarity. Must be safe to call from several threads."""
+
+    def encode(self, texts: Sequence[str]) -> FloatArray:
+        """Embed texts: float32 of shape ``(len(texts), dim)``, each row of length 1."""
+        ...
+
+
+class VectorCache:
+    """Least-recently-used vectors by content hash, limited in bytes; safe for several threads.
+
+    Keys are digests, so a text itself never stays in memory here.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._vectors: OrderedDict[bytes, FloatArray] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def get(self, key: bytes) -> FloatArray | None:
+        """The cached vector, now the most recently used."""
+        with self._lock:
+            vector = self._vectors.get(key)
+            if vector is not None:
+                self._vectors.move_to_end(key)
+            return vector
+
+    def put(self, key: bytes, vector: FloatArray) -> None:
+        """Keep a vector; what does not fit any more goes, oldest use first."""
+        size = vector.nbytes + _CACHE_ENTRY_OVERHEAD
+        if size > self._max_bytes:
+            return
+        with self._lock:
+            replaced = self._vectors.pop(key, None)
+            if replaced is not None:
+                self._num_bytes -= replaced.nbytes + _CACHE_ENTRY_OVERHEAD
+            self._vectors[key] = vector
+            self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                _, evicted = self._vectors.popitem(last=False)
+                self._num_bytes -= evicted.nbytes + _CACHE_ENTRY_OVERHEAD
+
+
+class SentenceTransformerEncoder:
+    """A sentence-transformers folder as ``Encoder``.
+
+    Texts go through the model sorted by length in batches of limited padded size, in bfloat16 where the processor
+    computes it natively. A text longer than the model's window is the mean of its windows. One forward pass runs at
+    a time: a second one would only take cores from the first.
+    """
+
+    def __init__(self, path: Path | str, config: EncoderConfig | None = None) -> None:
+        import torch
+        from sentence_transformers import SentenceTransformer
+        from transformers.utils.logging import disable_progress_bar
+
+        config = config or EncoderConfig()
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self._config = config
+        disable_progress_bar()
+        self._model = SentenceTransformer(str(path), device="cpu", local_files_only=True)
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": _native_dtype()}[config.dtype]
+        self._model = self._model.to(dtype).eval()
+        self._max_tokens = int(self._model.max_seq_length or 256)
+        self._cache = VectorCache(config.max_cache_bytes)
+        self._forward_lock = threading.Lock()
+        # sentence-transformers 5.0 calls it tokenize, later releases preprocess and warn about the old name.
+        self._preprocess = getattr(self._model, "preprocess", None) or self._model.tokenize
+        self._dim = int(self._forward([""]).shape[1])
+
+    @property
+    def dim(self) -> int:
+        """Length of one vector."""
+        return self._dim
+
+    @property
+    def cache(self) -> VectorCache:
+        """The vectors kept so far."""
+        return self._cache
+
+    def encode(self, texts: Sequence[str]) -> FloatArray:
+        """Embed texts: float32 of shape ``(len(texts), dim)``, each row of length 1."""
+        keys = [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in texts]
+        vectors: dict[bytes, FloatArray] = {}
+        missing: dict[bytes, str] = {}
+        for key, text in zip(keys, texts, strict=True):
+            if key in vectors or key in missing:
+                continue
+            cached = self._cache.get(key)
+            if cached is None:
+                missing[key] = text
+            else:
+                vectors[key] = cached
+        if missing:
+            for key, vector in zip(missing, self._encode_uncached(list(missing.values())), strict=True):
+                vectors[key] = vector
+                self._cache.put(key, vector)
+        if not keys:
+            return np.zeros((0, self.dim), dtype=np.float32)
+        return np.stack([vectors[key] for key in keys])
+
+    def _encode_uncached(self, texts: list[str]) -> FloatArray:
+        """Vectors of texts of any length, shape ``(len(texts), dim)``."""
+        pieces: list[str] = []
+        owners: list[int] = []
+        for owner, text in enumerate(texts):
+            # Four letters a token and room for the special tokens: a window of usual text fits the model whole.
+            windows = split_windows(text, 4 * (self._max_tokens - 2))
+            pieces.extend(text[window.start : window.end] for window in windows)
+            owners.extend([owner] * len(windows))
+            if not windows:
+                pieces.append("")
+                owners.append(owner)
+        vectors = self._forward(pieces)
+        sums = np.zeros((len(texts), vectors.shape[1]), dtype=np.float32)
+        np.add.at(sums, owners, vectors)
+        norms: FloatArray = np.linalg.norm(sums, axis=1, keepdims=True).astype(np.float32)
+        sums /= np.maximum(norms, np.float32(1e-9))
+        return sums
+
+    def _forward(self, pieces: list[str]) -> FloatArray:
+        """Vectors of texts that fit the model's window, batched by length."""
+        import torch
+
+        order = sorted(range(len(pieces)), key=lambda index: len(pieces[index]))
+        rows: list[FloatArray | None] = [None] * len(pieces)
+        with self._forward_lock, torch.inference_mode():
+            for batch in self._batches(pieces, order):
+                features = self._preprocess([pieces[index] for index in batch])
+                embedding = self._model(features)["sentence_embedding"].float()
+                embedding = torch.nn.functional.normalize(embedding, dim=1)
+                for index, row in zip(batch, embedding.numpy(), strict=True):
+                    rows[index] = row
+        return np.stack([row for row in rows if row is not None])
+
+    def _batches(self, pieces: list[str], order: list[int]) -> list[list[int]]:
+        """Indices in batches of at most ``max_batch_tokens`` padded tokens; ``order`` is ascending in length."""
+        batches: list[list[int]] = [[]]
+        for index in order:
+            # A token is never shorter than a byte; a quarter of the UTF-8 length is the usual case for Latin text.
+            width = min(len(pieces[index].encode("utf-8", "replace")) // 3 + 2, self._max_tokens)
+            if batches[-1] and width * (len(batches[-1]) + 1) > self._config.max_batch_tokens:
+                batches.append([])
+            batches[-1].append(index)
+        return batches
+
+
+def _native_dtype() -> Any:
+    """bfloat16 where the processor multiplies it natively, else float32."""
+    import torch
+
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes):
+        return torch.bfloat16
+    return torch.float32

@@ -1,0 +1,126 @@
+"""Extraction: a passage that does not fit whole is cut to its units that say most about the question, verbatim.
+
+A unit is a sentence, a table row or a code line. A table's header row comes with any of its rows. One extractor serves
+one request: it scores the units of a passage once, however often the budget changes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reducer.config import RankConfig
+from reducer.encoder import Encoder, FloatArray
+from reducer.lexical import bm25_scores, words
+from reducer.rank import Query, query_vector, scale, scale_lexical
+from reducer.sentences import is_table, split_units
+from reducer.stage import Candidate, Span
+from reducer.template import GAP
+from reducer.tokens import TokenCounter
+
+MAX_EMBEDDED_UNITS = 48
+"""Units of one passage that are embedded, the lexically best ones; the rest are judged by BM25 alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extract:
+    """The kept spans of one passage and the tokens they take."""
+
+    spans: tuple[Span, ...]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Units:
+    spans: list[Span]
+    order: list[int]
+    """Units from the most to the least relevant."""
+    num_tokens: dict[int, int]
+    """Counted when first needed."""
+    header: int | None
+
+
+class Extractor:
+    """Cuts passages of one request to a number of tokens."""
+
+    def __init__(self, query: Query, config: RankConfig, counter: TokenCounter, encoder: Encoder | None) -> None:
+        self._query = query
+        self._config = config
+        self._counter = counter
+        self._encoder = encoder
+        self._units: dict[str, _Units] = {}
+        self._num_gap_tokens = counter.count_text(GAP)
+        self.degraded: str | None = None
+        """Why units were ranked by BM25 alone, if they were."""
+
+    def extract(self, candidate: Candidate, max_tokens: int) -> Extract | None:
+        """The best units of a passage in at most ``max_tokens`` tokens, in text order; ``None`` if not one fits."""
+        text = candidate.passage.text
+        units = self._units.get(candidate.passage.id)
+        if units is None:
+            units = self._units[candidate.passage.id] = self._score_units(text)
+        chosen: set[int] = set()
+        used = 0
+        if units.header is not None:
+            used = self._count(text, units, units.header)
+            if used > max_tokens:
+                return None
+            chosen.add(units.header)
+        for unit in units.order:
+            if max_tokens - used < 2:
+                break
+            if unit in chosen:
+                continue
+            joins = (unit - 1 in chosen) + (unit + 1 in chosen)
+            # A new island costs a gap; filling the space between two islands takes one away.
+            gaps = self._num_gap_tokens * (1 - joins) if chosen else 0
+            num_tokens = self._count(text, units, unit)
+            if used + num_tokens + gaps <= max_tokens:
+                chosen.add(unit)
+                used += num_tokens + gaps
+        if not chosen or chosen == {units.header}:
+            return None
+        return Extract(_merge([units.spans[unit] for unit in sorted(chosen)]), max(used, 1))
+
+    def _count(self, text: str, units: _Units, unit: int) -> int:
+        num_tokens = units.num_tokens.get(unit)
+        if num_tokens is None:
+            span = units.spans[unit]
+            num_tokens = units.num_tokens[unit] = self._counter.count_text(text[span.start : span.end])
+        return num_tokens
+
+    def _score_units(self, text: str) -> _Units:
+        spans = split_units(text)
+        texts = [text[span.start : span.end] for span in spans]
+        scores = self._scores(texts)
+        order = sorted(range(len(spans)), key=lambda unit: (-float(scores[unit]), unit))
+        return _Units(spans, order, {}, 0 if len(spans) > 1 and is_table(text) else None)
+
+    def _scores(self, texts: Sequence[str]) -> FloatArray:
+        lexical = scale_lexical(bm25_scores([words(text) for text in texts], words(self._query.text)))
+        if self._encoder is None or self._config.semantic_weight <= 0 or len(texts) < 2:
+            return lexical
+        embedded = np.argsort(-lexical, kind="stable")[:MAX_EMBEDDED_UNITS]
+        try:
+            vectors = self._encoder.encode([texts[unit] for unit in embedded])
+            similarities = vectors @ query_vector(self._query, self._config.context_weight, self._encoder)
+        except Exception as error:
+            # Any failure of the model must cost only the model's share of the choice.
+            self.degraded = f"encoder failed ({type(error).__name__}): sentences chosen by BM25"
+            return lexical
+        semantic = np.zeros(len(texts), dtype=np.float32)
+        semantic[embedded] = scale(similarities)
+        total = np.float32(self._config.lexical_weight + self._config.semantic_weight)
+        mixed = np.float32(self._config.lexical_weight) * lexical + np.float32(self._config.semantic_weight) * semantic
+        return (mixed / total).astype(np.float32)
+
+
+def _merge(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Neighbouring spans become one."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].end == span.start:
+            merged[-1] = Span(merged[-1].start, span.end)
+        else:
+            merged.append(span)
+    return tuple(merged)

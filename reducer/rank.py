@@ -1,0 +1,169 @@
+"""Rank: how relevant each passage is for the question, 0 to 1.
+
+Three signals, each scaled on its own among the candidates of this request, then a weighted mean: BM25, embedding
+similarity, and the score that came with the passage. So no signal's unit matters: scores in [-10, 3] and in [0, 1] give
+the same order. A long passage counts as much as its best window. Where the encoder is missing or fails, its weight goes
+to BM25 and the stage says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reducer.config import RankConfig
+from reducer.encoder import Encoder, FloatArray
+from reducer.lexical import bm25_scores, words
+from reducer.sentences import split_windows
+from reducer.stage import Candidate, StageOutcome
+
+SHORT_QUESTION_WORDS = 6
+"""A question with fewer index words than this leans on the turn before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is asked: the question, and the user's turn before it."""
+
+    text: str
+    context: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Windows of all texts in one list; ``owners[i]`` is the text that window ``i`` belongs to."""
+
+    texts: tuple[str, ...]
+    owners: tuple[int, ...]
+
+
+def rank(
+    candidates: Sequence[Candidate], query: Query, config: RankConfig, encoder: Encoder | None
+) -> StageOutcome[Candidate]:
+    """All candidates with their score, best first; ties by place in the request. Nothing is filtered here."""
+    if not candidates:
+        return StageOutcome(())
+    texts = [_searchable(candidate) for candidate in candidates]
+    windows = make_windows(texts, config.window_chars)
+    lexical_windows = lexical_scores(windows.texts, query, config.context_weight)
+    lexical = best_window(lexical_windows, windows.owners, len(texts))
+    semantic: FloatArray | None = None
+    degraded: str | None = None
+    if config.semantic_weight > 0:
+        if encoder is None:
+            degraded = "no encoder: ranked by BM25"
+        else:
+            try:
+                semantic = _semantic(windows, lexical_windows, len(texts), query, config, encoder)
+            except Exception as error:
+                # Any failure of the model must cost only the model's share of the ranking.
+                degraded = f"encoder failed ({type(error).__name__}): ranked by BM25"
+    retriever = _retriever_scores(candidates)
+    scores = fuse(lexical, semantic, retriever, config)
+    scored = [replace(c, score=round(float(s), 6)) for c, s in zip(candidates, scores, strict=True)]
+    scored.sort(key=lambda c: (-(c.score or 0.0), c.position))
+    return StageOutcome(scored, degraded=degraded)
+
+
+def fuse(
+    lexical: FloatArray, semantic: FloatArray | None, retriever: FloatArray | None, config: RankConfig
+) -> FloatArray:
+    """Weighted mean of the scaled signals; a missing embedding gives its weight to BM25, a missing score to both."""
+    lexical_weight = config.lexical_weight + (config.semantic_weight if semantic is None else 0.0)
+    total = lexical_weight * scale_lexical(lexical)
+    weight = lexical_weight
+    if semantic is not None:
+        total = total + config.semantic_weight * scale(semantic)
+        weight += config.semantic_weight
+    if retriever is not None and config.retriever_weight > 0:
+        total = total + config.retriever_weight * scale(retriever)
+        weight += config.retriever_weight
+    fused: FloatArray = (total / np.float32(max(weight, 1e-9))).astype(np.float32)
+    return fused
+
+
+def scale(scores: FloatArray) -> FloatArray:
+    """Scores on [0, 1] between the worst and the best; all 1 when they do not differ."""
+    low, high = float(scores.min()), float(scores.max())
+    if high - low < 1e-9:
+        return np.ones_like(scores)
+    return (scores - np.float32(low)) / np.float32(high - low)
+
+
+def scale_lexical(scores: FloatArray) -> FloatArray:
+    """BM25 as a share of the best one; 0 means that no word of the question occurs, so 0 stays 0."""
+    high = float(scores.max())
+    return scores / np.float32(high) if high > 0 else scores
+
+
+def lexical_scores(texts: Sequence[str], query: Query, context_weight: float) -> FloatArray:
+    """BM25 of each text for the question, plus a share of it for the turn before a short question."""
+    corpus = [words(text) for text in texts]
+    asked = words(query.text)
+    scores = bm25_scores(corpus, asked)
+    if query.context and context_weight > 0 and len(asked) < SHORT_QUESTION_WORDS:
+        scores = scores + np.float32(context_weight) * bm25_scores(corpus, words(query.context))
+    return scores
+
+
+def query_vector(query: Query, context_weight: float, encoder: Encoder) -> FloatArray:
+    """Vector of the question, leaning towards the turn before it when the question is short; length 1."""
+    if query.context and context_weight > 0 and len(words(query.text)) < SHORT_QUESTION_WORDS:
+        vectors = encoder.encode([query.text, query.context])
+        vector: FloatArray = vectors[0] + np.float32(context_weight) * vectors[1]
+        return vector / np.float32(max(float(np.linalg.norm(vector)), 1e-9))
+    question: FloatArray = encoder.encode([query.text])[0]
+    return question
+
+
+def make_windows(texts: Sequence[str], window_chars: int) -> Windows:
+    """Every text cut into windows of ``window_chars``; a text without content is one empty window."""
+    pieces: list[str] = []
+    owners: list[int] = []
+    for owner, text in enumerate(texts):
+        for window in split_windows(text, window_chars):
+            pieces.append(text[window.start : window.end])
+            owners.append(owner)
+        if not text:
+            pieces.append("")
+            owners.append(owner)
+    return Windows(tuple(pieces), tuple(owners))
+
+
+def best_window(scores: FloatArray, owners: Sequence[int], num_texts: int) -> FloatArray:
+    """The best score among the windows of each text, shape (num_texts,)."""
+    best = np.full(num_texts, -np.inf, dtype=np.float32)
+    np.maximum.at(best, np.asarray(owners), scores)
+    return best
+
+
+def _semantic(
+    windows: Windows, lexical: FloatArray, num_texts: int, query: Query, config: RankConfig, encoder: Encoder
+) -> FloatArray:
+    """Similarity of each text's best window, embedding at most ``max_windows`` of a text, the lexically best first."""
+    by_owner: dict[int, list[int]] = {}
+    for window, owner in enumerate(windows.owners):
+        by_owner.setdefault(owner, []).append(window)
+    chosen: list[int] = []
+    for members in by_owner.values():
+        members.sort(key=lambda window: (-float(lexical[window]), window))
+        chosen.extend(members[: config.max_windows])
+    vectors = encoder.encode([windows.texts[window] for window in chosen])
+    similarities: FloatArray = vectors @ query_vector(query, config.context_weight, encoder)
+    if not np.isfinite(similarities).all():
+        raise ValueError("the encoder returned values that are not finite")
+    return best_window(similarities, [windows.owners[window] for window in chosen], num_texts)
+
+
+def _retriever_scores(candidates: Sequence[Candidate]) -> FloatArray | None:
+    """The retriever's scores; one that is missing counts as the lowest, none at all as no signal."""
+    given = [c.passage.score for c in candidates if c.passage.score is not None]
+    if not given:
+        return None
+    low = min(given)
+    return np.asarray([low if c.passage.score is None else c.passage.score for c in candidates], dtype=np.float32)
+
+
+def _searchable(candidate: Candidate) -> str:
+    title = candidate.passage.title
+    return f"{title}\n{candidate.passage.text}" if title else candidate.passage.text
