@@ -1,0 +1,208 @@
+"""Builds engine parts with defaults, and a fake model whose tokens depend on everything in its paged KV cache."""
+
+import hashlib
+from collections.abc import Iterable, Sequence as SequenceOf
+
+from engine.block_hash import CacheKey
+from engine.config import SchedulerConfig
+from engine.cost_model import PrefillCostModel
+from engine.kv_cache_manager import KVCacheManager
+from engine.outputs import GenerateRequest, ModelInfo
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from engine.sequence import Sequence
+
+FAKE_VOCAB_SIZE = 256
+
+
+def make_cache_key(**overrides: str) -> CacheKey:
+    fields = {
+        "weights_digest": "weights",
+        "tokenizer_digest": "tokenizer",
+        "template_version": "template",
+        "dtype": "fp32",
+        "quantization": "none",
+        "rope": "default:10000",
+    }
+    return CacheKey(**(fields | overrides))
+
+
+def make_sequence(
+    prompt: SequenceOf[int] | int = 4,
+    *,
+    request_id: str = "r0",
+    max_tokens: int = 8,
+    stop_token_ids: tuple[int, ...] = (),
+    ignore_eos: bool = False,
+    cache_salt: str = "tenant",
+    arrival_s: float = 0.0,
+) -> Sequence:
+    """A waiting sequence; a prompt given as a number is that many tokens 0, 1, 2, ..."""
+    return Sequence(
+        request_id=request_id,
+        prompt_token_ids=list(range(prompt)) if isinstance(prompt, int) else list(prompt),
+        sampling=SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
+        ),
+        cache_salt=cache_salt,
+        arrival_s=arrival_s,
+    )
+
+
+def make_request(
+    prompt: SequenceOf[int] | int = 4,
+    *,
+    request_id: str = "r0",
+    max_tokens: int = 8,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    ignore_eos: bool = False,
+    cache_salt: str = "tenant",
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=list(range(prompt)) if isinstance(prompt, int) else list(prompt),
+        sampling=SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
+        ),
+        cache_salt=cache_salt,
+    )
+
+
+def make_kv_cache_manager(
+    *, num_blocks: int = 64, block_size: int = 4, enable_prefix_caching: bool = True
+) -> KVCacheManager:
+    return KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        cache_key=make_cache_key(),
+        enable_prefix_caching=enable_prefix_caching,
+    )
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 8,
+    long_prefill_token_threshold: int = 0,
+    max_num_waiting: int = 64,
+    max_model_len: int = 256,
+    eos_token_ids: Iterable[int] = (),
+    enable_prefix_caching: bool = True,
+    cost_model: PrefillCostModel | None = None,
+) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            max_num_waiting=max_num_waiting,
+        ),
+        make_kv_cache_manager(
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+        ),
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+        cost_model=cost_model,
+    )
+
+
+def make_model_info(**overrides: object) -> ModelInfo:
+    """SmolLM2-135M's shape."""
+    fields: dict[str, object] = {
+        "model": "fake",
+        "architecture": "llama",
+        "dtype": "fp32",
+        "num_parameters": 134_515_008,
+        "max_model_len": 8192,
+        "vocab_size": 49152,
+        "num_layers": 30,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "block_size": 16,
+        "num_blocks": 512,
+        "weights_digest": "weights",
+        "attention_backend": "fake",
+    }
+    return ModelInfo(**(fields | overrides))  # type: ignore[arg-type]
+
+
+def _digest(*parts: bytes) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=8).digest()
+
+
+def fake_next_token(prefix_token_ids: Iterable[int]) -> int:
+    """What ``FakeModelRunner`` samples after these tokens, computed without any cache."""
+    state = b""
+    states = []
+    for token_id in prefix_token_ids:
+        state = _digest(state, token_id.to_bytes(4, "little"))
+        states.append(state)
+    return _digest(*states)[0]
+
+
+def fake_generate(prompt_token_ids: SequenceOf[int], num_tokens: int) -> list[int]:
+    """The next ``num_tokens`` tokens of the fake model, computed without any cache."""
+    token_ids = list(prompt_token_ids)
+    for _ in range(num_tokens):
+        token_ids.append(fake_next_token(token_ids))
+    return token_ids[len(prompt_token_ids) :]
+
+
+class FakeModelRunner:
+    """A model that reads its past only from paged memory, as a real one does.
+
+    Each slot holds a digest of its token and of the slot before it, the next token is a digest of all slots in the
+    block table. A block that is shared wrongly, overwritten while in use, or found before it is computed changes the
+    tokens. A step that is told to fail first writes garbage into all slots it was given.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots = [b"never written"] * (num_blocks * block_size)
+        self.steps: list[SchedulerOutput] = []
+        self.fail_next_step = False
+        self.failing_request_ids: set[str] = set()
+        """Sequences that fail alone."""
+
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        self.steps.append(scheduler_output)
+        if self.fail_next_step:
+            self.fail_next_step = False
+            for scheduled in scheduler_output.scheduled:
+                for position in range(scheduled.start, scheduled.context_len):
+                    self.slots[self._slot(scheduled.block_ids, position)] = b"garbage"
+            raise RuntimeError("the fake device is lost")
+        for scheduled in scheduler_output.scheduled:
+            previous = self.slots[self._slot(scheduled.block_ids, scheduled.start - 1)] if scheduled.start else b""
+            for offset, token_id in enumerate(scheduled.token_ids):
+                previous = _digest(previous, token_id.to_bytes(4, "little"))
+                self.slots[self._slot(scheduled.block_ids, scheduled.start + offset)] = previous
+        sampled = {}
+        failed = {}
+        # After all writes, as in a layer of a real model: a block owned by two sequences would show here.
+        for scheduled in scheduler_output.scheduled:
+            if scheduled.request_id in self.failing_request_ids:
+                failed[scheduled.request_id] = "the fake sequence is out of memory"
+            elif scheduled.needs_sample:
+                past = [self.slots[self._slot(scheduled.block_ids, i)] for i in range(scheduled.context_len)]
+                sampled[scheduled.request_id] = _digest(*past)[0]
+        return ModelRunnerOutput(sampled=sampled, failed=failed)
+
+    def _slot(self, block_ids: list[int], position: int) -> int:
+        return block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def run_step(scheduler: Scheduler, runner: FakeModelRunner, now: float = 0.0) -> dict[str, int]:
+    """One step of scheduler and runner with all invariants checked; returns the tokens computed per sequence."""
+    scheduler_output = scheduler.schedule(now)
+    if scheduler_output.scheduled:
+        scheduler.update_from_output(scheduler_output, runner.execute(scheduler_output), now)
+    scheduler.check_integrity()
+    return {scheduled.request_id: scheduled.num_new_tokens for scheduled in scheduler_output.scheduled}
