@@ -24,7 +24,9 @@ DECAY = 0.98
 PRIOR_WEIGHT = 1e-3
 """How strongly, against the evidence, both terms are believed to run at one rate and a step to have no fixed cost."""
 MAX_SURPRISE = 3.0
-"""An observation counts as at most this many times slower or faster than predicted."""
+"""An observation counts as at most this many times slower or faster than predicted,"""
+MIN_OBSERVATIONS = 5
+"""once so many are known: the first step of a process pays for page faults and thread pools."""
 
 
 def num_attention_pairs(num_new_tokens: int, num_context_tokens: int) -> int:
@@ -146,7 +148,7 @@ class PrefillCostModel:
                 f"a step needs tokens, as many pairs, and time, got {num_new_tokens}, {num_pairs}, {seconds} s"
             )
         features = (1.0, num_new_tokens * self._scales[1], num_pairs * self._scales[2])
-        if self._coefficients is not None:
+        if self._coefficients is not None and self.num_observations >= MIN_OBSERVATIONS:
             predicted_s = sum(c * x for c, x in zip(self._coefficients, features, strict=True))
             seconds = min(max(seconds, predicted_s / MAX_SURPRISE), predicted_s * MAX_SURPRISE)
         # Relative errors: (1 - c.x / t)**2.

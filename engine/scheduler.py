@@ -18,6 +18,7 @@ still need, so preemption is left for what nobody knows: how long outputs get.
 
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from engine.config import SchedulerConfig
 from engine.cost_model import PrefillCostModel
@@ -30,6 +31,13 @@ from engine.sequence import Sequence, SequenceStatus
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
 UNKNOWN_RETRY_AFTER_S = 5.0
+
+
+class SequenceUpdate(NamedTuple):
+    """What a step did to one sequence: it has new tokens, or it has just ended, or both."""
+
+    sequence: Sequence
+    new_token_ids: list[int]
 
 
 class Scheduler:
@@ -125,6 +133,14 @@ class Scheduler:
         sequence.error = error
         sequence.finished_s = now
 
+    def stop(self, sequence: Sequence, stop_string: str, now: float) -> None:
+        """End a sequence whose text has reached a stop string, be it with the very token that ended it anyway."""
+        if sequence.is_finished:
+            sequence.finish_reason = "stop"
+            sequence.stop_reason = stop_string
+        else:
+            self.finish(sequence, "stop", now, stop_reason=stop_string)
+
     def schedule(self, now: float) -> SchedulerOutput:
         """Choose the tokens of the next step and give them blocks. Nothing counts as computed before ``update``.
 
@@ -144,13 +160,13 @@ class Scheduler:
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput, now: float
-    ) -> list[Sequence]:
+    ) -> list[SequenceUpdate]:
         """Take in an executed step: computed tokens, cached blocks, sampled tokens, ends.
 
         Returns:
-            The sequences that have a new token or have just ended, in scheduled order.
+            Whatever a caller has to hear about, in scheduled order; a chunk in the middle of a prompt is nothing.
         """
-        changed = []
+        updates = []
         for scheduled in scheduler_output.scheduled:
             sequence = self._sequences.get(scheduled.request_id)
             if sequence is None:
@@ -158,26 +174,27 @@ class Scheduler:
             error = runner_output.failed.get(scheduled.request_id)
             if error is not None:
                 self.finish(sequence, "error", now, error=error)
-                changed.append(sequence)
+                updates.append(SequenceUpdate(sequence, []))
                 continue
             if sequence.num_computed_tokens < sequence.num_prompt_tokens:
                 sequence.num_chunks += 1
             sequence.num_computed_tokens += scheduled.num_new_tokens
             self.kv_cache_manager.cache_blocks(sequence)
             if scheduled.needs_sample:
-                sequence.append_token(runner_output.sampled[scheduled.request_id], now)
+                token_id = runner_output.sampled[scheduled.request_id]
+                sequence.append_token(token_id, now)
                 self._finish_if_done(sequence, now)
-                changed.append(sequence)
-        return changed
+                updates.append(SequenceUpdate(sequence, [token_id]))
+        return updates
 
-    def fail(self, scheduler_output: SchedulerOutput, error: str, now: float) -> list[Sequence]:
+    def fail(self, scheduler_output: SchedulerOutput, error: str, now: float) -> list[SequenceUpdate]:
         """Take in a step that could not be executed: its sequences end with an error, all others stay as they are."""
         failed = []
         for scheduled in scheduler_output.scheduled:
             sequence = self._sequences.get(scheduled.request_id)
             if sequence is not None:
                 self.finish(sequence, "error", now, error=error)
-                failed.append(sequence)
+                failed.append(SequenceUpdate(sequence, []))
         # The runner may not have come to these.
         self._finished_request_ids[:0] = scheduler_output.finished_request_ids
         return failed

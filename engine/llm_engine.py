@@ -1,0 +1,199 @@
+"""The engine in one process: requests in, and with every step the new text of some of them out.
+
+``step()`` is the whole engine: schedule, execute, update, detokenise. It is synchronous and belongs to one thread;
+``engine.process`` puts it into a process of its own and gives it an asynchronous client.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from engine.block_hash import CacheKey
+from engine.config import EngineConfig
+from engine.cost_model import PrefillCostModel, num_attention_pairs
+from engine.detokenizer import IncrementalDetokenizer
+from engine.kv_cache_manager import KVCacheManager
+from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
+from engine.scheduler import Scheduler, SequenceUpdate
+from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from engine.sequence import Sequence
+from engine.stats import EngineCounters, request_timings
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What executes a step: the model runner, or a fake one in tests of the control plane."""
+
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute the scheduled tokens and sample where asked. May raise: then the step counts as not computed."""
+        ...
+
+
+class LLMEngine:
+    """Serves one model. Every request that was added ends with exactly one output that has a ``finish_reason``."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        info: ModelInfo,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        cache_key: CacheKey,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Compose an engine from its parts; ``from_config`` builds them.
+
+        Args:
+            config: limits of scheduler and cache; sizes that the model decides come from ``info``.
+            info: the served model; ``block_size`` and ``num_blocks`` are those of the runner's KV cache.
+            runner: executes steps.
+            tokenizer: for output text and end-of-sequence ids.
+            cache_key: what all KV blocks of this engine depend on.
+            clock: seconds from a fixed point that never go back.
+        """
+        self.config = config
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.cost_model = PrefillCostModel.from_model_info(info, self._chunk_size(config))
+        self.scheduler = Scheduler(
+            config.scheduler,
+            KVCacheManager(
+                num_blocks=info.num_blocks,
+                block_size=info.block_size,
+                cache_key=cache_key,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
+            ),
+            max_model_len=info.max_model_len,
+            eos_token_ids=tokenizer.eos_token_ids,
+            cost_model=self.cost_model,
+        )
+        self.info = msgspec.structs.replace(info, max_model_len=self.scheduler.max_model_len)
+        """The served model, with the window that the KV cache really admits."""
+        self._clock = clock
+        self._counters = EngineCounters()
+        self._detokenizers: dict[str, IncrementalDetokenizer] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        """``step()`` has something to do."""
+        return self.scheduler.has_unfinished
+
+    def add_request(self, request: GenerateRequest) -> None:
+        """Queue a request; its outputs come from ``step()``.
+
+        Raises:
+            ValueError: the prompt is empty or holds an id outside the vocabulary, the request id is in use, or the
+                cache salt is empty.
+            PromptTooLongError: the prompt leaves no room for an output token.
+            QueueFullError: too many sequences wait; it says when to come again.
+        """
+        for token_id in (min(request.prompt_token_ids, default=0), max(request.prompt_token_ids, default=0)):
+            if not 0 <= token_id < self.info.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {self.info.vocab_size} ids")
+        self.scheduler.add(Sequence.from_request(request, self._clock()))
+        self._detokenizers[request.request_id] = IncrementalDetokenizer(self.tokenizer, request.sampling.stop)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Forget a request in whatever state it is and give back what it holds.
+
+        Returns:
+            Its last output, or ``None`` if there is no such request; it may have ended just before.
+        """
+        sequence = self.scheduler.abort(request_id, self._clock())
+        return self._make_output(sequence, []) if sequence is not None else None
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step: at most the token budget, at most one new token per sequence.
+
+        An exception while executing ends the sequences of this step with ``finish_reason`` ``error``; all others,
+        and the engine, go on.
+        """
+        scheduler_output = self.scheduler.schedule(self._clock())
+        if not scheduler_output.scheduled:
+            return []
+        try:
+            runner_output = self._execute(scheduler_output)
+        except Exception as error:
+            logger.exception("a step of %d tokens failed", scheduler_output.num_tokens)
+            updates = self.scheduler.fail(scheduler_output, _describe(error), self._clock())
+        else:
+            updates = self.scheduler.update_from_output(scheduler_output, runner_output, self._clock())
+        self._counters.num_steps += 1
+        return [self._detokenise(update) for update in updates]
+
+    def stats(self) -> EngineStats:
+        """State and totals after the last step."""
+        return self._counters.snapshot(self.scheduler)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and no effect, while any sequence is running."""
+        return self.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        start_s = self._clock()
+        runner_output = self.runner.execute(scheduler_output)
+        seconds = self._clock() - start_s
+        for scheduled in scheduler_output.scheduled:
+            is_missing = scheduled.needs_sample and scheduled.request_id not in runner_output.sampled
+            if is_missing and scheduled.request_id not in runner_output.failed:
+                raise RuntimeError(f"the model runner returned no token for {scheduled.request_id}")
+        self._observe(scheduler_output, seconds)
+        return runner_output
+
+    def _observe(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
+        """Let the cost model learn from steps with prefill in them; pure decode is bound by memory, not arithmetic."""
+        scheduled = scheduler_output.scheduled
+        if seconds > 0 and any(sequence.num_new_tokens > 1 for sequence in scheduled):
+            num_pairs = sum(num_attention_pairs(sequence.num_new_tokens, sequence.start) for sequence in scheduled)
+            self.cost_model.observe_step(scheduler_output.num_tokens, num_pairs, seconds)
+
+    def _detokenise(self, update: SequenceUpdate) -> RequestOutput:
+        """Turn new tokens into text, and end the sequence where the text reaches a stop string."""
+        sequence, new_token_ids = update
+        if new_token_ids:
+            self._counters.add_token(sequence)
+        text = ""
+        if sequence.finish_reason != "error":
+            now = sequence.last_token_s if sequence.last_token_s is not None else self._clock()
+            detokenizer = self._detokenizers[sequence.request_id]
+            # A token that ends the output is counted, but it is no text.
+            is_ended_by_token = sequence.finish_reason == "stop"
+            text = detokenizer.append([] if is_ended_by_token else new_token_ids)
+            if sequence.is_finished:
+                text += detokenizer.flush()
+            if detokenizer.stop_reason is not None:
+                self.scheduler.stop(sequence, detokenizer.stop_reason, now)
+        return self._make_output(sequence, new_token_ids, text)
+
+    def _make_output(self, sequence: Sequence, new_token_ids: list[int], text: str = "") -> RequestOutput:
+        if sequence.is_finished:
+            del self._detokenizers[sequence.request_id]
+        has_first_token = bool(new_token_ids) and sequence.num_output_tokens == len(new_token_ids)
+        return RequestOutput(
+            request_id=sequence.request_id,
+            text=text,
+            new_token_ids=new_token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_output_tokens=sequence.num_output_tokens,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=sequence.error,
+            timings=request_timings(sequence) if has_first_token or sequence.is_finished else None,
+        )
+
+    @staticmethod
+    def _chunk_size(config: EngineConfig) -> int:
+        threshold = config.scheduler.long_prefill_token_threshold
+        budget = config.scheduler.max_num_batched_tokens
+        return min(threshold, budget) if threshold else budget
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
