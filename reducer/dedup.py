@@ -1,26 +1,199 @@
-"""Dedup: a passage that says what another one already says is merged into it."""
+"""Dedup: a passage that says nothing another one does not say is merged into it.
 
-import re
-from collections.abc import Sequence
+Pairs are proposed cheaply (equal text without marks; MinHash LSH over character shingles, which needs no spaces) and
+then verified one by one by the fact guard. A merged passage points at a survivor it was verified against itself:
+
+    A ~ B and B ~ C verified, A ~ C not:  A and B are one, C stays; never all three along the chain.
+
+The survivor states all that the merged ones state. Among equals the higher score wins, then the longer text, then the
+smaller id, so the order of the request plays no part.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+from datasketch import MinHash, MinHashLSH
 
 from reducer.config import DedupConfig
-from reducer.lexical import normalise
+from reducer.facts import Statement, contains, is_dense, plain_text, state
+from reducer.sentences import is_code
 from reducer.stage import Candidate, Filtered, StageOutcome
+
+HashArray = npt.NDArray[np.uint64]
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_SKETCH_BATCH = 4096  # bounds the memory of one sketch update at a few megabytes
 
 
 def deduplicate(candidates: Sequence[Candidate], config: DedupConfig) -> StageOutcome[Candidate]:
-    """Merge passages whose text differs in case and white space only; order does not choose the survivor."""
-    if not config.enabled:
+    """Merge passages into others that state the same or more. Survivors keep request order."""
+    if not config.enabled or len(candidates) < 2:
         return StageOutcome(tuple(candidates))
-    survivors: dict[str, Candidate] = {}
+    # Sorted by preference from here on: a smaller index is the better survivor.
+    ordered = sorted(candidates, key=_preference)
+    texts = [candidate.passage.text for candidate in ordered]
+    statements = _Statements(ordered, config.min_length_share)
+    container: dict[int, set[int]] = {index: set() for index in range(len(ordered))}
+    for first, second in propose_pairs(texts, config):
+        if statements.contains(first, second):
+            container[second].add(first)
+        if statements.contains(second, first):
+            container[first].add(second)
+    merged = choose_survivors(container)
+    kept: list[Candidate] = []
     filtered: list[Filtered] = []
-    for candidate in sorted(candidates, key=lambda c: (-(c.passage.score or 0.0), -len(c.passage.text), c.passage.id)):
-        key = re.sub(r"\s+", " ", normalise(candidate.passage.text)).strip()
-        survivor = survivors.get(key)
-        if survivor is None or not key:
-            survivors[key or candidate.passage.id] = candidate
+    members: dict[int, list[Candidate]] = {}
+    for index, survivor in merged.items():
+        members.setdefault(survivor, []).append(ordered[index])
+        is_same = index in container[survivor]
+        reason = "states the same" if is_same else "contained in another passage"
+        filtered.append(Filtered(ordered[index], "merged", reason, ordered[survivor].passage.id))
+    for index, candidate in enumerate(ordered):
+        if index in merged:
             continue
-        survivors[key] = replace(survivor, sources=(*survivor.sources, candidate.passage.id))
-        filtered.append(Filtered(candidate, "merged", "same text", survivor.passage.id))
-    return StageOutcome(sorted(survivors.values(), key=lambda c: c.position), filtered)
+        others = sorted(members.get(index, ()), key=lambda member: member.position)
+        kept.append(replace(candidate, sources=(*candidate.sources, *(other.passage.id for other in others))))
+    kept.sort(key=lambda candidate: candidate.position)
+    filtered.sort(key=lambda gone: gone.candidate.position)
+    return StageOutcome(kept, filtered)
+
+
+def choose_survivors(container: dict[int, set[int]]) -> dict[int, int]:
+    """Which passage goes into which: ``{merged: survivor}``.
+
+    ``container[i]`` are the passages that ``i`` may go into; smaller numbers are preferred. A passage that already
+    stands for others gives way only to one that may stand for all of these.
+    """
+    survivors: list[int] = []
+    merged: dict[int, int] = {}
+    members: dict[int, set[int]] = {}
+    for index in sorted(container):
+        target = next((survivor for survivor in survivors if survivor in container[index]), None)
+        if target is not None:
+            merged[index] = target
+            members[target].add(index)
+            continue
+        members[index] = set()
+        for survivor in list(survivors):
+            if index in container[survivor] and all(index in container[member] for member in members[survivor]):
+                for member in (survivor, *members.pop(survivor)):
+                    merged[member] = index
+                    members[index].add(member)
+                survivors.remove(survivor)
+        survivors.append(index)
+    return merged
+
+
+class _Statements:
+    """Statements of the passages, made when first needed."""
+
+    def __init__(self, candidates: Sequence[Candidate], min_length_share: float) -> None:
+        self._min_length_share = min_length_share
+        self._candidates = candidates
+        self._styles: dict[int, str] = {}
+        self._made: dict[tuple[int, str], Statement] = {}
+        self._titles: dict[int, Statement] = {}
+
+    def contains(self, outer: int, inner: int) -> bool:
+        """Whether passage ``outer`` states all that ``inner`` states, its title included."""
+        style = self._style(outer, inner)
+        outer_statement = self._statement(outer, style)
+        inner_statement = self._statement(inner, style)
+        if len(inner_statement.tokens) < self._min_length_share * len(outer_statement.tokens):
+            return False
+        if not contains(outer_statement, inner_statement):
+            return False
+        inner_title = self._title(inner)
+        if not inner_title.tokens or inner_title.tokens == self._title(outer).tokens:
+            return True
+        return inner_title.joined in outer_statement.joined
+
+    def _style(self, first: int, second: int) -> str:
+        """How a pair is read: as code or without spaces if either text asks for it."""
+        styles = {self._own_style(first), self._own_style(second)}
+        return "code" if "code" in styles else "dense" if "dense" in styles else "spaced"
+
+    def _own_style(self, index: int) -> str:
+        style = self._styles.get(index)
+        if style is None:
+            text = self._candidates[index].passage.text
+            style = self._styles[index] = "code" if is_code(text) else "dense" if is_dense(text) else "spaced"
+        return style
+
+    def _statement(self, index: int, style: str) -> Statement:
+        made = self._made.get((index, style))
+        if made is None:
+            text = self._candidates[index].passage.text
+            made = self._made[index, style] = state(text, as_code=style == "code", ignore_spaces=style == "dense")
+        return made
+
+    def _title(self, index: int) -> Statement:
+        made = self._titles.get(index)
+        if made is None:
+            made = self._titles[index] = state(self._candidates[index].passage.title or "")
+        return made
+
+
+def propose_pairs(texts: Sequence[str], config: DedupConfig) -> list[tuple[int, int]]:
+    """Pairs ``(i, j)``, ``i < j``, worth verifying, the most similar first."""
+    squashed = [squash(text) for text in texts]
+    groups: dict[bytes, list[int]] = {}
+    for index, text in enumerate(squashed):
+        if text:
+            groups.setdefault(hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest(), []).append(index)
+    similar: dict[tuple[int, int], float] = {}
+    for members in groups.values():
+        similar.update((pair, 1.0) for pair in combinations(members, 2))
+    shingles = {index: shingle(text, config.shingle_size) for index, text in enumerate(squashed) if text}
+    for first, second in _similar_pairs(shingles, config):
+        if (first, second) in similar:
+            continue
+        share = containment(shingles[first], shingles[second])
+        if share >= config.min_containment:
+            similar[first, second] = share
+    ranked = sorted(similar, key=lambda pair: (-similar[pair], pair))
+    return ranked[: config.max_alignments]
+
+
+def squash(text: str) -> str:
+    """Letters and digits of a text, case folded: what is left when white space and punctuation do not count."""
+    return "".join(filter(str.isalnum, plain_text(text).casefold()))
+
+
+def shingle(text: str, size: int) -> HashArray:
+    """Distinct hashes of all runs of ``size`` characters, ascending; a shorter text is one shingle."""
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
+    size = min(size, len(codes))
+    hashes = np.zeros(len(codes) - size + 1, dtype=np.uint64)
+    for offset in range(size):
+        hashes = (hashes ^ codes[offset : offset + len(hashes)]) * _MULTIPLIER
+        hashes ^= hashes >> np.uint64(29)
+    return np.unique(hashes >> np.uint64(32))
+
+
+def containment(first: HashArray, second: HashArray) -> float:
+    """Share of the smaller set's shingles that the other one holds."""
+    smaller = min(len(first), len(second))
+    return len(np.intersect1d(first, second, assume_unique=True)) / smaller if smaller else 0.0
+
+
+def _similar_pairs(shingles: dict[int, HashArray], config: DedupConfig) -> Iterator[tuple[int, int]]:
+    num_perm = config.num_bands * config.band_size
+    index = MinHashLSH(num_perm=num_perm, params=(config.num_bands, config.band_size))
+    for key, hashes in shingles.items():
+        sketch = MinHash(num_perm=num_perm, hashfunc=int)
+        for start in range(0, len(hashes), _SKETCH_BATCH):
+            sketch.update_batch(hashes[start : start + _SKETCH_BATCH].tolist())
+        matches: Iterable[int] = index.query(sketch)
+        for other in sorted(matches):
+            yield other, key
+        index.insert(key, sketch)
+
+
+def _preference(candidate: Candidate) -> tuple[float, int, str]:
+    passage = candidate.passage
+    return (-(passage.score if passage.score is not None else 0.0), -len(passage.text), passage.id)
