@@ -13,20 +13,25 @@ long prompts, where pairs rule, as well as for short ones, where the fixed part 
 """
 
 import itertools
+import math
 from typing import NamedTuple
 
 from engine.outputs import ModelInfo
 
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-DECAY = 0.98
-"""Weight of an observation after one more: about the last 50 rule."""
+DECAY = 0.97
+"""Weight of an observation after one more: about the last 30 rule."""
 PRIOR_WEIGHT = 1e-3
 """How strongly, against the evidence, both terms are believed to run at one rate and a step to have no fixed cost."""
-MAX_SURPRISE = 3.0
-"""An observation counts as at most this many times slower or faster than predicted,"""
 MIN_OBSERVATIONS = 5
-"""once so many are known: the first step of a process pays for page faults and thread pools."""
+"""Before so many, nothing is an outlier."""
+MAX_SURPRISE = 1.5
+"""An outlier is an observation more than so many times slower or faster than predicted."""
+NUM_SURPRISES_OF_CHANGE = 3
+"""So many outliers in a row, all slow or all fast, are a change of speed."""
+DECAY_OF_CHANGE = 0.3
+"""Weight of what was learnt before a change, once it is rescaled to the new speed."""
 
 
 def num_attention_pairs(num_new_tokens: int, num_context_tokens: int) -> int:
@@ -84,10 +89,11 @@ class CostCoefficients(NamedTuple):
 class PrefillCostModel:
     """Learns online how long prefills take, and answers how long one will take or how much fits into a time.
 
-    Least squares on relative errors, so that short steps count as much as long ones; older observations fade; an
-    outlier (a page fault, a busy neighbour) is clipped to what was predicted times ``MAX_SURPRISE``, while a lasting
-    change is followed within some tens of observations. Coefficients are kept non-negative, hence predictions grow
-    with every token. Before the data can tell the terms apart, the operation counts do.
+    Least squares on relative errors, so that short steps count as much as long ones; older observations fade. An
+    outlier (a page fault, a busy neighbour) is clipped to ``MAX_SURPRISE`` times what was predicted, while several in
+    a row are taken for a change of speed: then all that was learnt is rescaled at once. Coefficients are kept
+    non-negative, hence predictions grow with every token. Before the data can tell the terms apart, the operation
+    counts do.
     """
 
     def __init__(
@@ -109,6 +115,7 @@ class PrefillCostModel:
         if max_tokens_per_step is not None and max_tokens_per_step < 1:
             raise ValueError(f"max_tokens_per_step must be at least 1, got {max_tokens_per_step}")
         self.num_observations = 0
+        self._surprises: list[float] = []  # observed to predicted time of the outliers in a row
         self._scales = (1.0, float(flops_per_token), float(flops_per_pair))
         self._max_tokens_per_step = max_tokens_per_step
         # Decayed sums of the weighted normal equations A c = b, features scaled to operations.
@@ -148,15 +155,17 @@ class PrefillCostModel:
                 f"a step needs tokens, as many pairs, and time, got {num_new_tokens}, {num_pairs}, {seconds} s"
             )
         features = (1.0, num_new_tokens * self._scales[1], num_pairs * self._scales[2])
+        expected_s = seconds
         if self._coefficients is not None and self.num_observations >= MIN_OBSERVATIONS:
-            predicted_s = sum(c * x for c, x in zip(self._coefficients, features, strict=True))
-            seconds = min(max(seconds, predicted_s / MAX_SURPRISE), predicted_s * MAX_SURPRISE)
-        # Relative errors: (1 - c.x / t)**2.
-        relative = [x / seconds for x in features]
+            expected_s = sum(c * x for c, x in zip(self._coefficients, features, strict=True))
+            expected_s *= self._follow_change(seconds / expected_s)
+            seconds = min(max(seconds, expected_s / MAX_SURPRISE), expected_s * MAX_SURPRISE)
+        # Errors relative to what was expected: relative to what was observed, slow steps would weigh less than fast.
+        weighted = [x / expected_s for x in features]
         for i in range(3):
-            self._b[i] = DECAY * self._b[i] + relative[i]
+            self._b[i] = DECAY * self._b[i] + weighted[i] * seconds / expected_s
             for j in range(3):
-                self._a[i][j] = DECAY * self._a[i][j] + relative[i] * relative[j]
+                self._a[i][j] = DECAY * self._a[i][j] + weighted[i] * weighted[j]
         self.num_observations += 1
         self._coefficients = _solve_non_negative(self._with_prior(), self._b)
 
@@ -194,6 +203,28 @@ class PrefillCostModel:
             else:
                 high = middle - 1
         return low
+
+    def _follow_change(self, ratio: float) -> float:
+        """Rescale what was learnt if ``ratio``, observed to predicted time, completes a row of outliers.
+
+        Returns:
+            By what factor predictions have changed.
+        """
+        is_slow = ratio > 1
+        if max(ratio, 1 / ratio) <= MAX_SURPRISE:
+            self._surprises.clear()
+            return 1.0
+        if self._surprises and (self._surprises[-1] > 1) != is_slow:
+            self._surprises.clear()
+        self._surprises.append(ratio)
+        if len(self._surprises) < NUM_SURPRISES_OF_CHANGE:
+            return 1.0
+        factor = math.prod(self._surprises) ** (1 / len(self._surprises))
+        self._surprises.clear()
+        # As if all old observations had taken ``factor`` times as long, and been weighted accordingly.
+        self._b = [DECAY_OF_CHANGE * value / factor for value in self._b]
+        self._a = [[DECAY_OF_CHANGE * value / factor**2 for value in row] for row in self._a]
+        return factor
 
     def _with_prior(self) -> list[list[float]]:
         """Normal equations plus ``PRIOR_WEIGHT * ((c1 - c2)**2 + c0**2)``, in units of the evidence so far."""

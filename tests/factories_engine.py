@@ -1,19 +1,28 @@
 """Builds engine parts with defaults, and a fake model whose tokens depend on everything in its paged KV cache."""
 
 import hashlib
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as BackendTokenizer
 
 from engine.block_hash import CacheKey
-from engine.config import SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.cost_model import PrefillCostModel
 from engine.kv_cache_manager import KVCacheManager
-from engine.outputs import GenerateRequest, ModelInfo
+from engine.llm_engine import LLMEngine
+from engine.outputs import GenerateRequest, ModelInfo, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from engine.sequence import Sequence
+from engine.tokenizer import Tokenizer
+from engine.tokenizer_source import TokenizerSource, bytes_to_unicode
 
-FAKE_VOCAB_SIZE = 256
+EOS_TOKEN_ID = 256
+FAKE_VOCAB_SIZE = 257
+"""A byte each, and the end of sequence."""
 
 
 def make_cache_key(**overrides: str) -> CacheKey:
@@ -133,8 +142,32 @@ def make_model_info(**overrides: object) -> ModelInfo:
     return ModelInfo(**(fields | overrides))  # type: ignore[arg-type]
 
 
+def make_byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose id is the byte, and 256 the end of sequence."""
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
+    backend = BackendTokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return Tokenizer(
+        TokenizerSource(
+            backend=backend,
+            vocab_size=FAKE_VOCAB_SIZE,
+            named_tokens={"eos_token": "<|end|>"},
+            bos_token_id=None,
+            add_bos_token=False,
+            eos_token_ids=frozenset({EOS_TOKEN_ID}),
+            chat_template=None,
+        )
+    )
+
+
 def _digest(*parts: bytes) -> bytes:
     return hashlib.blake2b(b"".join(parts), digest_size=8).digest()
+
+
+def _sample(past: Iterable[bytes]) -> int:
+    return int.from_bytes(_digest(*past), "little") % FAKE_VOCAB_SIZE
 
 
 def fake_next_token(prefix_token_ids: Iterable[int]) -> int:
@@ -144,7 +177,7 @@ def fake_next_token(prefix_token_ids: Iterable[int]) -> int:
     for token_id in prefix_token_ids:
         state = _digest(state, token_id.to_bytes(4, "little"))
         states.append(state)
-    return _digest(*states)[0]
+    return _sample(states)
 
 
 def fake_generate(prompt_token_ids: SequenceOf[int], num_tokens: int) -> list[int]:
@@ -192,7 +225,7 @@ class FakeModelRunner:
                 failed[scheduled.request_id] = "the fake sequence is out of memory"
             elif scheduled.needs_sample:
                 past = [self.slots[self._slot(scheduled.block_ids, i)] for i in range(scheduled.context_len)]
-                sampled[scheduled.request_id] = _digest(*past)[0]
+                sampled[scheduled.request_id] = _sample(past)
         return ModelRunnerOutput(sampled=sampled, failed=failed)
 
     def _slot(self, block_ids: list[int], position: int) -> int:
@@ -206,3 +239,81 @@ def run_step(scheduler: Scheduler, runner: FakeModelRunner, now: float = 0.0) ->
         scheduler.update_from_output(scheduler_output, runner.execute(scheduler_output), now)
     scheduler.check_integrity()
     return {scheduled.request_id: scheduled.num_new_tokens for scheduled in scheduler_output.scheduled}
+
+
+class ScriptedRunner:
+    """Returns given tokens, one per sequence and sample; then the end of sequence."""
+
+    def __init__(self, token_ids: SequenceOf[int] = ()) -> None:
+        self.token_ids = list(token_ids)
+
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return ModelRunnerOutput(
+            sampled={
+                scheduled.request_id: (
+                    self.token_ids[scheduled.num_output_tokens]
+                    if scheduled.num_output_tokens < len(self.token_ids)
+                    else EOS_TOKEN_ID
+                )
+                for scheduled in scheduler_output.scheduled
+                if scheduled.needs_sample
+            }
+        )
+
+
+class FakeClock:
+    """Advances by ``tick`` with every look at it."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now = 0.0
+        self.tick = tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+def make_engine(
+    runner: FakeModelRunner | ScriptedRunner | None = None,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 8,
+    long_prefill_token_threshold: int = 0,
+    max_num_waiting: int = 64,
+    max_model_len: int = 256,
+    enable_prefix_caching: bool = True,
+    clock: Callable[[], float] | None = None,
+) -> LLMEngine:
+    """An engine over a fake runner and a byte tokenizer."""
+    return LLMEngine(
+        EngineConfig(
+            cache=CacheConfig(enable_prefix_caching=enable_prefix_caching),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+                max_num_waiting=max_num_waiting,
+            ),
+        ),
+        info=make_model_info(
+            block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, vocab_size=FAKE_VOCAB_SIZE
+        ),
+        runner=runner if runner is not None else FakeModelRunner(num_blocks, block_size),
+        tokenizer=make_byte_tokenizer(),
+        cache_key=make_cache_key(),
+        clock=clock if clock is not None else FakeClock(),
+    )
+
+
+def run_to_end(engine: LLMEngine, max_num_steps: int = 1000) -> dict[str, list[RequestOutput]]:
+    """Step until nothing is unfinished, with all invariants checked; the outputs of each request in order."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    for _ in range(max_num_steps):
+        if not engine.has_unfinished:
+            return outputs
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        engine.scheduler.check_integrity()
+    raise AssertionError(f"still unfinished after {max_num_steps} steps")

@@ -22,8 +22,9 @@ def test_only_full_blocks_have_a_hash() -> None:
 
 def test_chain_links_each_block_to_the_one_before() -> None:
     first, second = chain(list(range(8)))
-    assert first == (hash_block(NO_PARENT, [0, 1, 2, 3], b"x"), NO_PARENT, (0, 1, 2, 3), b"x")
-    assert second == (hash_block(first.hash, [4, 5, 6, 7]), first.hash, (4, 5, 6, 7), b"")
+    first_hash = hash_block(NO_PARENT, [0, 1, 2, 3], b"x")
+    assert first == (first_hash, NO_PARENT, (0, 1, 2, 3), b"x")
+    assert second == (hash_block(first_hash, [4, 5, 6, 7]), first_hash, (4, 5, 6, 7), b"")
 
 
 def test_hash_stays_what_it_is_on_disk() -> None:

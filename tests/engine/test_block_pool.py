@@ -182,7 +182,8 @@ def test_a_forged_hash_does_not_find_another_prefix_or_tenant(field: str) -> Non
     pool = BlockPool(2)
     (real,) = hashes(1)
     take_and_cache(pool, [real])
-    forged = real._replace(**{field: BlockHash(bytes([1]) * 32)})
+    other = BlockHash(bytes([1]) * 32)
+    forged = real._replace(parent=other) if field == "parent" else real._replace(extra=other)
     assert pool.get_cached_block(forged) is None
 
 
