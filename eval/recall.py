@@ -84,7 +84,7 @@ def reduced_arms(budgets: Sequence[float]) -> list[Arm]:
 
 
 def baseline_of(arm: Arm) -> Arm:
-    """The first passages in the retriever's order, as many tokens as ``arm`` kept."""
+    """The first whole passages in the retriever's order, until they have at least as many tokens as ``arm`` kept."""
     return Arm(name=f"first passages, {arm.name}", kind="first", budget=arm.budget)
 
 
@@ -250,11 +250,12 @@ def _measured(case: Case, base: CompactionRecord, compaction: Compaction, call_m
     return _Measured(record, score, _first_passages(case, record, kept_tokens, lengths))
 
 
-def _first_passages(case: Case, record: CompactionRecord, budget: int, lengths: dict[str, int]) -> CaseScore:
+def _first_passages(case: Case, record: CompactionRecord, num_kept: int, lengths: dict[str, int]) -> CaseScore:
+    # The passage that crosses the line is taken whole: the comparison is rounded in the baseline's favour.
     taken: list[Chunk] = []
     num_tokens = 0
     for chunk in case.chunks:
-        if num_tokens + lengths.get(chunk.id, 0) > budget:
+        if num_tokens >= num_kept:
             break
         num_tokens += lengths.get(chunk.id, 0)
         taken.append(chunk)

@@ -17,8 +17,8 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     kind: ArmKind
-    """``reduced``: by the gateway. ``first``: the first whole passages, as many tokens as the reduced arm of the same
-    budget kept. ``full``: every passage."""
+    """``reduced``: by the gateway. ``first``: the first whole passages, at least as many tokens as the reduced arm of
+    the same budget kept. ``full``: every passage."""
     budget: float | None = None
     """Share of the passages' tokens (of the history's, in history cases) that may stay; ``None`` sets no limit."""
 

@@ -12,9 +12,9 @@ NOTHING = "–"
 
 _RECALL_NOTE = (
     "95 % intervals in brackets. Recall is judged on the text in the compacted messages. 'gold text': how much of the "
-    "kept gold passages was not trimmed. 'first passages': the first whole passages in the retriever's order, as many "
-    "tokens as the arm above kept. 'no budget' runs first on every case and embeds its passages; the arms after it "
-    "find the embeddings cached."
+    "kept gold passages was not trimmed. 'first passages': the first whole passages in the retriever's order, at "
+    "least as many tokens as the arm above kept. 'no budget' runs first on every case and embeds its passages; the "
+    "arms after it find the embeddings cached."
 )
 _ANSWER_NOTE = (
     "'contains': the answer contains an accepted one; a prompt that does not fit counts as no answer. Tokens and times "
