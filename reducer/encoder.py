@@ -49,6 +49,12 @@ class VectorCache:
     def __len__(self) -> int:
         return len(self._vectors)
 
+    def clear(self) -> None:
+        """Forget all vectors."""
+        with self._lock:
+            self._vectors.clear()
+            self._num_bytes = 0
+
     def get(self, key: bytes) -> FloatArray | None:
         """The cached vector, now the most recently used."""
         with self._lock:
