@@ -9,11 +9,11 @@ gives, and a preempted sequence is all behind again. Budget 32, chunks of at mos
     2      1   20   1    22      Q has its first token already and decodes
     3      1   10   1    12      the end of P: its first token
 
-Order within a step: running sequences that decode, running prefills, then waiting ones in order of arrival. At most
-``max_num_batched_tokens`` sequences run, so that each decode always finds its one token of budget. When a running
-sequence gets no block, the youngest one gives back all its own and queues again in front; the oldest thus always
-advances, and the engine with it. A sequence is admitted only if all its known tokens fit beside what the running ones
-still need, so preemption is left for what nobody knows: how long outputs get.
+Order within a step: running sequences that decode, running prefills, then waiting ones in order of arrival. A waiting
+one is admitted only to what the running ones leave of the budget, so each of those always finds its token. When a
+running sequence gets no block, the youngest one gives back all its own and queues again in front; the oldest thus
+always advances, and the engine with it. A sequence is admitted only if all its known tokens fit beside what the running
+ones still need, so preemption is left for what nobody knows: how long outputs get.
 """
 
 from collections import deque
@@ -70,7 +70,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of admission, oldest first."""
         self.num_preemptions = 0
-        self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._max_chunk_tokens = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._sequences: dict[str, Sequence] = {}
         self._finished_request_ids: list[str] = []
@@ -147,9 +146,8 @@ class Scheduler:
         Never empty while a sequence is unfinished.
         """
         num_new_tokens: dict[Sequence, int] = {}
-        token_budget, has_preempted = self._schedule_running(num_new_tokens)
-        if not has_preempted:
-            self._admit_waiting(num_new_tokens, token_budget, now)
+        token_budget = self._schedule_running(num_new_tokens)
+        self._admit_waiting(num_new_tokens, token_budget, now)
         if not num_new_tokens:
             return SchedulerOutput(scheduled=[])
         finished_request_ids, self._finished_request_ids = self._finished_request_ids, []
@@ -199,10 +197,9 @@ class Scheduler:
         self._finished_request_ids[:0] = scheduler_output.finished_request_ids
         return failed
 
-    def _schedule_running(self, num_new_tokens: dict[Sequence, int]) -> tuple[int, bool]:
-        """Fill in the running sequences; returns the budget that is left and whether one had to be preempted."""
+    def _schedule_running(self, num_new_tokens: dict[Sequence, int]) -> int:
+        """Fill in the running sequences; returns the budget that is left."""
         token_budget = self.config.max_num_batched_tokens
-        has_preempted = False
         # Decodes first: a prefill takes what it gets, a stream must not pause. The sort is stable.
         for sequence in sorted(self.running, key=lambda sequence: not sequence.is_decoding):
             if sequence.status is not SequenceStatus.RUNNING:
@@ -214,22 +211,24 @@ class Scheduler:
                 victim = self.running[-1]
                 token_budget += num_new_tokens.pop(victim, 0)
                 self._preempt(victim)
-                has_preempted = True
                 if victim is sequence:
                     break
             else:
                 num_new_tokens[sequence] = count
                 token_budget -= count
-        return token_budget, has_preempted
+        return token_budget
 
     def _admit_waiting(self, num_new_tokens: dict[Sequence, int], token_budget: int, now: float) -> None:
-        """Admit waiting sequences in order while budget, places and blocks last."""
+        """Admit waiting sequences in order while budget, places and blocks last.
+
+        One that was preempted in this step is in front and needs more blocks than it has set free for others.
+        """
         if not self.waiting:
             return
         manager = self.kv_cache_manager
         # What running prefills still need is theirs; one more block each keeps a new one from being preempted at once.
         num_reserved_blocks = sum(manager.num_missing_blocks(sequence) + 1 for sequence in self.running)
-        while self.waiting and token_budget > 0 and len(self.running) < self._max_num_running:
+        while self.waiting and token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[0]
             computed = manager.get_computed_blocks(sequence)
             if not manager.can_fit(sequence, computed, num_reserved_blocks):
@@ -303,5 +302,6 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING, f"{sequence.request_id} waits as {sequence.status}"
             assert sequence.num_computed_tokens == 0, f"{sequence.request_id} waits with computed tokens"
-        assert len(self.running) <= self._max_num_running, f"{len(self.running)} sequences run"
+        max_num_running = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        assert len(self.running) <= max_num_running, f"{len(self.running)} sequences run, {max_num_running} may"
         self.kv_cache_manager.check_integrity(self.running)

@@ -6,7 +6,7 @@ from factories_engine import FakeModelRunner, fake_generate, make_scheduler, mak
 from engine.cost_model import PrefillCostModel
 from engine.errors import PromptTooLongError, QueueFullError
 from engine.scheduler import Scheduler
-from engine.scheduler_output import ModelRunnerOutput
+from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
 
 
@@ -72,9 +72,9 @@ def test_decode_is_served_before_prefills_that_were_admitted_earlier() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8, long_prefill_token_threshold=6)
     runner = make_runner(scheduler)
     add(scheduler, make_sequence(40, request_id="long"), make_sequence([1, 2], request_id="short", ignore_eos=True))
-    assert run_step(scheduler, runner) == {"long": 6, "short": 2}
+    assert list(run_step(scheduler, runner).items()) == [("long", 6), ("short", 2)]
     for _ in range(4):
-        assert run_step(scheduler, runner) == {"short": 1, "long": 6}
+        assert list(run_step(scheduler, runner).items()) == [("short", 1), ("long", 6)]
 
 
 def test_no_more_sequences_run_than_the_budget_has_tokens() -> None:
@@ -160,31 +160,52 @@ def test_preempted_sequence_waits_in_front_with_nothing_computed() -> None:
     assert young.num_computed_tokens == 0
 
 
-def test_a_victim_already_in_the_step_leaves_it() -> None:
-    # The prefill is older and needs the blocks of a decode that was scheduled before it.
-    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=16, long_prefill_token_threshold=8)
+def test_a_preempted_sequence_keeps_the_time_and_the_hit_of_its_first_admission() -> None:
+    scheduler = make_scheduler(num_blocks=6)
     runner = make_runner(scheduler)
-    prefill = make_sequence(20, request_id="prefill", max_tokens=1)
-    add(scheduler, prefill)
-    run_step(scheduler, runner)
-    # Admission would not let it in beside the prefill, so it is put there.
+    old = make_sequence(range(8), request_id="old", max_tokens=14, ignore_eos=True)
+    young = make_sequence(range(50, 57), request_id="young", max_tokens=12, ignore_eos=True)
+    add(scheduler, old, young)
+    now = 0.0
+    while scheduler.has_unfinished:
+        now += 1
+        run_step(scheduler, runner, now)
+    assert young.num_preemptions == 1
+    assert (young.first_scheduled_s, young.num_cached_tokens) == (1.0, 0)
+    assert young.first_token_s == 1.0
+
+
+def test_a_victim_already_in_the_step_leaves_it_and_its_budget_goes_to_others() -> None:
+    scheduler = make_scheduler(num_blocks=9, max_num_batched_tokens=9, long_prefill_token_threshold=8)
+    runner = make_runner(scheduler)
+    first = make_sequence(20, request_id="first", max_tokens=1)
+    second = make_sequence(range(50, 60), request_id="second", max_tokens=1)
     decode = make_sequence([90, 91], request_id="decode", ignore_eos=True)
-    add(scheduler, decode)
-    scheduler.kv_cache_manager.allocate_slots(decode, 2)
-    scheduler.waiting.remove(decode)
-    scheduler.running.append(decode)
-    decode.status = SequenceStatus.RUNNING
-    assert run_step(scheduler, runner) == {"prefill": 8, "decode": 2}
-    taken = scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
+    # Admission keeps blocks for running prefills, so this pressure is made by hand.
+    add(scheduler, first, second, decode)
+    manager = scheduler.kv_cache_manager
+    for sequence, count in ((first, 4), (second, 3), (decode, 2)):
+        manager.allocate_slots(sequence, count)
+        scheduler.waiting.remove(sequence)
+        scheduler.running.append(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        scheduled = scheduler._scheduled(sequence, count)
+        scheduler.update_from_output(
+            SchedulerOutput([scheduled]), runner.execute(SchedulerOutput([scheduled])), now=0.0
+        )
+    scheduler.check_integrity()
+    taken = manager.block_pool.get_new_blocks(5)
+    # One block is free. The decode is served first; then a prefill needs two blocks and takes the decode's. The
+    # token of the decode is left for the second prefill, which has room for it.
     scheduler_output = scheduler.schedule(0.0)
-    scheduler.kv_cache_manager.block_pool.free_blocks(taken)
-    assert [scheduled.request_id for scheduled in scheduler_output.scheduled] == ["prefill"]
+    manager.block_pool.free_blocks(taken)
+    assert [(s.request_id, s.num_new_tokens) for s in scheduler_output.scheduled] == [("first", 8), ("second", 1)]
     assert decode.num_preemptions == 1
     scheduler.update_from_output(scheduler_output, runner.execute(scheduler_output), 0.0)
     scheduler.check_integrity()
     run_to_end(scheduler, runner)
     assert decode.output_token_ids == fake_generate([90, 91], 8)
-    assert prefill.output_token_ids == fake_generate(prefill.prompt_token_ids, 1)
+    assert first.output_token_ids == fake_generate(first.prompt_token_ids, 1)
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits_beside_the_running_prefills() -> None:
@@ -194,6 +215,27 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits_beside_the_running_prefil
     add(scheduler, make_sequence(range(50, 70), request_id="b", max_tokens=2, ignore_eos=True))
     steps = run_to_end(scheduler, runner)
     assert all(len(step) == 1 for step in steps)
+    assert scheduler.num_preemptions == 0
+
+
+def test_admission_leaves_each_running_sequence_a_block_to_grow() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    runner = make_runner(scheduler)
+    add(scheduler, make_sequence(4, request_id="old", max_tokens=7, ignore_eos=True))
+    run_step(scheduler, runner)
+    add(scheduler, make_sequence(range(50, 57), request_id="young", max_tokens=1))
+    # The old one holds two blocks and the young one needs the other two: it would be preempted before long.
+    steps = run_to_end(scheduler, runner)
+    assert steps == [{"old": 1}] * 6 + [{"young": 7}]
+
+
+def test_admission_counts_a_block_for_those_admitted_in_the_same_step() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    runner = make_runner(scheduler)
+    add(scheduler, make_sequence(8, request_id="a", max_tokens=5, ignore_eos=True))
+    add(scheduler, make_sequence(range(50, 57), request_id="b", max_tokens=1))
+    assert run_step(scheduler, runner) == {"a": 8}
+    run_to_end(scheduler, runner)
     assert scheduler.num_preemptions == 0
 
 
