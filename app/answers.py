@@ -1,0 +1,187 @@
+"""What clients get: OpenAI's response shapes with the ``firsttoken`` extension, and the headers that go with them."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from app.compaction import Compaction
+from app.generation import Generation
+from app.receipts import saved_tokens
+from reducer.result import BudgetReport, PassageDecision, StageReport, TurnDecision
+
+
+class CompactAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/compact``."""
+
+    receipt_id: str
+    messages: list[dict[str, Any]]
+    prompt_tokens: int
+    original_prompt_tokens: int
+    budget: BudgetReport
+    documents: list[PassageDecision]
+    denied_documents: int
+    turns: list[TurnDecision]
+    stages: list[StageReport]
+
+
+class TimingsMs(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of one request went, in ms, as the gateway saw it."""
+
+    reduce: float
+    """Reading, reducing and counting."""
+    queue: float
+    """Waiting in the engine."""
+    prefill: float
+    """Computing the prompt in the engine."""
+    first_token: float
+    """From the request's arrival to the first text."""
+    total: float
+    """From the request's arrival to the last token."""
+
+
+class Extension(msgspec.Struct, frozen=True, kw_only=True):
+    """What firsttoken did to a chat completion; clients ignore it."""
+
+    receipt_id: str
+    original_prompt_tokens: int
+    prompt_tokens: int
+    saved_tokens: int
+    stages: list[StageReport]
+    turns_summarised: int
+    denied_documents: int
+    timings_ms: TimingsMs
+    max_tokens: int
+    """Output tokens that were allowed: what was asked for, clamped to the room in the window."""
+    ignored_fields: list[str]
+    """Fields of the request that the engine does not know."""
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Subset of the prompt tokens that came from the prefix cache."""
+
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Kinds of output tokens."""
+
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens as the engine counted them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The one answer of a chat completion."""
+
+    index: int = 0
+    message: AssistantMessage
+    finish_reason: str
+    logprobs: None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/chat/completions`` without ``stream``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    firsttoken: Extension
+    system_fingerprint: str | None = None
+
+
+def compact_answer(compaction: Compaction) -> CompactAnswer:
+    """The whole result of a compaction."""
+    result = compaction.result
+    return CompactAnswer(
+        receipt_id=compaction.receipt_id,
+        messages=result.messages,
+        prompt_tokens=result.prompt_tokens,
+        original_prompt_tokens=result.original_prompt_tokens,
+        budget=result.budget,
+        documents=result.documents,
+        denied_documents=result.denied_documents,
+        turns=result.turns,
+        stages=result.stages,
+    )
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Tokens of a generation so far."""
+    prompt_tokens, completion_tokens = generation.num_prompt_tokens, generation.num_output_tokens
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=generation.num_cached_tokens),
+    )
+
+
+def extension_of(generation: Generation) -> Extension:
+    """The extension of a finished generation."""
+    compaction = generation.compaction
+    result, timings = compaction.result, generation.timings
+    return Extension(
+        receipt_id=compaction.receipt_id,
+        original_prompt_tokens=result.original_prompt_tokens,
+        prompt_tokens=result.prompt_tokens,
+        saved_tokens=saved_tokens(result),
+        stages=result.stages,
+        turns_summarised=sum(turn.action == "summarised" for turn in result.turns),
+        denied_documents=result.denied_documents,
+        timings_ms=TimingsMs(
+            reduce=round(compaction.reduce_s * 1000, 3),
+            queue=round(timings.queue_ms, 3) if timings else 0.0,
+            prefill=round(timings.prefill_ms, 3) if timings else 0.0,
+            first_token=round((generation.first_text_s or generation.elapsed_s) * 1000, 3),
+            total=round(generation.elapsed_s * 1000, 3),
+        ),
+        max_tokens=generation.max_tokens,
+        ignored_fields=list(compaction.request.ignored),
+    )
+
+
+def chat_completion(generation: Generation, model: str, text: str) -> ChatCompletion:
+    """The answer to a request without ``stream``."""
+    assert generation.finish_reason is not None, "a completion is written when its generation has ended"
+    return ChatCompletion(
+        id=generation.completion_id,
+        created=generation.created,
+        model=model,
+        choices=[Choice(message=AssistantMessage(content=text), finish_reason=generation.finish_reason)],
+        usage=usage_of(generation),
+        firsttoken=extension_of(generation),
+    )
+
+
+def reduction_headers(compaction: Compaction) -> dict[str, str]:
+    """``x-firsttoken-*`` headers: receipt and tokens before, after and saved."""
+    result = compaction.result
+    return {
+        "x-firsttoken-receipt": compaction.receipt_id,
+        "x-firsttoken-tokens-before": str(result.original_prompt_tokens),
+        "x-firsttoken-tokens-after": str(result.prompt_tokens),
+        "x-firsttoken-tokens-saved": str(saved_tokens(result)),
+    }

@@ -1,0 +1,89 @@
+"""What the gateway needs of whatever generates the answers."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.outputs import EngineStats, ModelInfo, RequestOutput
+from engine.sampling_params import SamplingParams
+
+
+class PromptEncoder(Protocol):
+    """Chat template and tokenizer of the served model. Must be safe to call from several threads."""
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **kwargs: Any
+    ) -> list[int]:
+        """Token ids of the rendered prompt, generation prompt included. Raises ``ValueError`` for odd messages."""
+        ...
+
+    def count_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **kwargs: Any
+    ) -> int:
+        """Length of ``encode_chat`` of the same arguments."""
+        ...
+
+    def count_text(self, text: str) -> int:
+        """Tokens of a text on its own."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text on its own; what looks like a special token is ordinary text."""
+        ...
+
+    @property
+    def max_token_bytes(self) -> int:
+        """UTF-8 bytes of the longest token: ``n`` bytes of text have at least ``n / max_token_bytes`` tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BackendRequest:
+    """One prompt to answer."""
+
+    request_id: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    sampling: SamplingParams
+    cache_salt: str
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Generates answers; one per gateway process, shared by all requests."""
+
+    async def start(self) -> None:
+        """Makes the backend ready. Raises an ``EngineError`` that says what is missing."""
+        ...
+
+    async def close(self) -> None:
+        """Ends it and everything it started; may be called twice."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a request would be served now."""
+        ...
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        ...
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """Counts and encodes exactly as the served model does."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The latest known state of the engine."""
+        ...
+
+    def generate(self, request: BackendRequest) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request as they come; the last one carries ``finish_reason``.
+
+        Closing the iterator, and cancelling a task that waits for it, frees what the request holds.
+        Raises ``QueueFullError``, ``EngineDeadError`` or ``PromptTooLongError``.
+        """
+        ...

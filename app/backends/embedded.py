@@ -1,0 +1,117 @@
+"""The embedded engine as a backend: prompts are encoded here, computed in the engine's own process."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, cast
+
+from app.backends.base import BackendRequest, PromptEncoder
+from app.workers import WorkerPool
+from engine.chat_template import ChatTokenizer
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, PromptTooLongError
+from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
+from engine.process import EngineClient
+
+
+class ChatEncoder:
+    """The engine's chat tokenizer as the gateway sees it."""
+
+    def __init__(self, chat: ChatTokenizer) -> None:
+        self._chat = chat
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **kwargs: Any
+    ) -> list[int]:
+        """Token ids of the rendered prompt."""
+        return self._chat.encode_chat(messages, tools, **kwargs)
+
+    def count_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **kwargs: Any
+    ) -> int:
+        """Exact tokens of the rendered prompt."""
+        return self._chat.count_prompt(messages, tools, **kwargs)
+
+    def count_text(self, text: str) -> int:
+        """Tokens of a text on its own."""
+        return self._chat.count_text(text)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text on its own."""
+        return self._chat.tokenizer.encode(text)
+
+    @property
+    def max_token_bytes(self) -> int:
+        """UTF-8 bytes of the longest token."""
+        return self._chat.tokenizer.max_token_bytes
+
+
+class EmbeddedBackend:
+    """Owns the engine process from ``start`` to ``close``."""
+
+    def __init__(self, config: EngineConfig, workers: WorkerPool) -> None:
+        self._config = config
+        self._workers = workers
+        self._client: EngineClient | None = None
+        self._encoder: ChatEncoder | None = None
+
+    async def start(self) -> None:
+        """Starts the engine process and waits until it serves. Raises ``ModelError`` where it cannot."""
+        assert self._client is None, "the backend starts once"
+        client = await EngineClient.start(self._config)
+        self._client = client
+        self._encoder = ChatEncoder(client.chat)
+
+    async def close(self) -> None:
+        """Ends the engine process."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine process answers."""
+        return self._client is not None and self._client.is_alive
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the engine serves. Raises ``EngineDeadError`` before the start."""
+        return self._running().info
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """Counts and encodes with the engine's own chat tokenizer."""
+        if self._encoder is None:
+            raise EngineDeadError("it has not been started")
+        return self._encoder
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The latest state that the engine pushed."""
+        return None if self._client is None else self._client.stats
+
+    async def generate(self, request: BackendRequest) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request; leaving early aborts it in the engine."""
+        client = self._running()
+        prompt_token_ids = await self._workers.run(
+            partial(self.encoder.encode_chat, request.messages, request.tools, **request.template_kwargs)
+        )
+        if len(prompt_token_ids) >= client.info.max_model_len:
+            raise PromptTooLongError(len(prompt_token_ids), client.info.max_model_len)
+        outputs = client.generate(
+            GenerateRequest(
+                request_id=request.request_id,
+                prompt_token_ids=prompt_token_ids,
+                sampling=request.sampling,
+                cache_salt=request.cache_salt,
+            )
+        )
+        # Closing the client's iterator aborts in the engine; it does so without waiting, so that a cancelled task can.
+        async with aclosing(cast("AsyncGenerator[RequestOutput, None]", outputs)):
+            async for output in outputs:
+                yield output
+
+    def _running(self) -> EngineClient:
+        if self._client is None:
+            raise EngineDeadError("it has not been started")
+        return self._client

@@ -1,0 +1,144 @@
+"""The gateway's main path, without HTTP: admit, read, reduce, reserve, generate.
+
+compact    admit -> read -> reduce                                -> Compaction
+complete   admit -> read -> reduce -> reserve tokens -> generate  -> Generation, started
+"""
+
+from dataclasses import dataclass
+
+from app.admission import AdmissionController, Lease
+from app.auth import Principal
+from app.backends.base import Backend, BackendRequest
+from app.compaction import Compaction, Compactor
+from app.completion_request import CompletionRequest, read_completion
+from app.errors import InvalidRequestError
+from app.generation import Generation
+from app.input_budget import TtftObjective, tightest_objective
+from app.receipts import ReceiptStore, new_receipt_id
+from app.served_model import ServedModel
+from app.service_observer import ServiceObserver
+from app.settings import LimitSettings
+from app.workers import WorkerPool
+
+INLINE_BODY_BYTES = 16 * 1024
+"""A smaller body is read on the event loop: handing it to a thread would cost more than reading it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One HTTP request as the service sees it."""
+
+    request_id: str
+    principal: Principal
+    body: bytes
+    arrived_s: float
+    """On the ``time.perf_counter`` clock."""
+    bypass: bool = False
+    """Asked for in a header; the body can ask for it as well."""
+
+
+class ChatService:
+    """Compacts prompts and answers them."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        compactor: Compactor,
+        workers: WorkerPool,
+        admission: AdmissionController,
+        receipts: ReceiptStore,
+        objective: TtftObjective,
+        observer: ServiceObserver,
+        served_model: ServedModel,
+        limits: LimitSettings,
+    ) -> None:
+        self._backend = backend
+        self._compactor = compactor
+        self._workers = workers
+        self._admission = admission
+        self._receipts = receipts
+        self._objective = objective
+        self._observer = observer
+        self._served_model = served_model
+        self._limits = limits
+
+    async def compact(self, arrival: Arrival) -> Compaction:
+        """Reduces a prompt and generates nothing. Charges a request, no tokens."""
+        lease = self._admission.admit(arrival.principal)
+        try:
+            request = await self._read(arrival.body)
+            if request.body.model is not None:
+                self._served_model.check(request.body.model)
+            return await self._reduce(arrival, request)
+        finally:
+            lease.settle()
+
+    async def complete(self, arrival: Arrival) -> Generation:
+        """Reduces a prompt and starts the answer; returns with the first output. The caller closes the generation."""
+        lease = self._admission.admit(arrival.principal)
+        try:
+            request = await self._read(arrival.body)
+            if request.body.model is None:
+                raise InvalidRequestError("Invalid 'model': the required field is missing.", param="model")
+            self._served_model.check(request.body.model)
+            compaction = await self._reduce(arrival, request)
+            lease.reserve(compaction.result.prompt_tokens)
+            generation = self._generate(arrival, compaction, lease)
+            await generation.start()
+        except BaseException:
+            lease.settle()
+            raise
+        return generation
+
+    async def _read(self, body: bytes) -> CompletionRequest:
+        if len(body) <= INLINE_BODY_BYTES:
+            return read_completion(body)
+        return await self._workers.run(read_completion, body)
+
+    async def _reduce(self, arrival: Arrival, request: CompletionRequest) -> Compaction:
+        principal, overrides = arrival.principal, request.overrides
+        policy = self._compactor.choose_policy(request, principal)
+        objective_ms = tightest_objective(
+            overrides.ttft_slo_ms, principal.tenant.ttft_slo_ms, policy.settings.ttft_slo_ms
+        )
+        budget = self._compactor.input_budget(
+            request, principal, policy.settings, self._objective.max_input_tokens(objective_ms)
+        )
+        compaction = await self._workers.run(
+            self._compactor.compact,
+            request,
+            principal,
+            policy.name,
+            budget,
+            new_receipt_id(),
+            bypass=arrival.bypass or bool(overrides.bypass),
+        )
+        self._receipts.put(compaction.receipt_id, principal, compaction.receipt)
+        self._observer.on_compaction(arrival.request_id, compaction)
+        return compaction
+
+    def _generate(self, arrival: Arrival, compaction: Compaction, lease: Lease) -> Generation:
+        request, result = compaction.request, compaction.result
+        room = self._backend.info.max_model_len - result.prompt_tokens
+        assert room >= 1, "the budget leaves room for an output token"
+        max_tokens = min(request.max_tokens or self._limits.default_max_tokens or room, room)
+        outputs = self._backend.generate(
+            BackendRequest(
+                request_id=compaction.receipt_id.replace("rcpt_", "gen_"),
+                messages=result.messages,
+                tools=result.tools,
+                sampling=request.sampling(max_tokens),
+                cache_salt=arrival.principal.cache_salt,
+                template_kwargs=request.body.chat_template_kwargs or {},
+            )
+        )
+        return Generation(
+            request_id=arrival.request_id,
+            compaction=compaction,
+            max_tokens=max_tokens,
+            outputs=outputs,
+            lease=lease,
+            observer=self._observer,
+            arrived_s=arrival.arrived_s,
+        )

@@ -1,0 +1,140 @@
+"""``firsttoken serve``: the gateway on a socket, until SIGINT or SIGTERM."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import uvicorn
+
+from app.asgi import create_app
+from app.config_file import load_settings
+from app.controllers.system import VERSION
+from app.errors import ConfigError
+from app.gateway import Gateway, make_gateway
+from app.logs import configure_logging
+from app.settings import ServerSettings, Settings
+from engine.errors import EngineError
+
+MAX_TENANTS_SHOWN = 5
+
+
+@click.command()
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Configuration; default $FIRSTTOKEN_CONFIG.")
+def serve(file: Path | None) -> None:
+    """Start the gateway on the embedded engine."""
+    settings, source = load_settings(file)
+    configure_logging(settings.logging)
+    try:
+        asyncio.run(run_gateway(settings, source))
+    except (ConfigError, EngineError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+async def run_gateway(settings: Settings, source: str) -> None:
+    """Serves until a signal comes. Raises ``ConfigError`` or ``EngineError`` where it cannot start."""
+    listener = bind(settings.server)
+    gateway = make_gateway(settings)
+    stop = asyncio.Event()
+    with listener, stopped_by_signals(stop):
+        try:
+            if not await started(gateway, stop):
+                return
+            server = uvicorn.Server(server_config(settings, gateway))
+            serving = asyncio.create_task(quiet_signals(server).serve(sockets=[listener]))
+            stopping = asyncio.create_task(stop.wait())
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            if server.started:
+                click.echo(ready_line(gateway, listener, source))
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            stopping.cancel()
+            await serving
+        finally:
+            await gateway.close()
+
+
+async def started(gateway: Gateway, stop: asyncio.Event) -> bool:
+    """Starts the gateway; ``False`` where a signal comes first. Raises what the start raises."""
+    starting = asyncio.create_task(gateway.start())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return False
+        await starting
+        return True
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
+
+
+def bind(server: ServerSettings) -> socket.socket:
+    """Takes the address before the models are loaded. Raises ``ConfigError`` where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            server.host.strip("[]"), server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {server.host}:{server.port}: {error.strerror or error}") from error
+    return listener
+
+
+def server_config(settings: Settings, gateway: Gateway) -> uvicorn.Config:
+    """uvicorn without its own logs and headers."""
+    return uvicorn.Config(
+        create_app(settings, gateway=gateway),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=max(1, round(settings.server.shutdown_grace_s)),
+    )
+
+
+def quiet_signals(server: uvicorn.Server) -> uvicorn.Server:
+    """Leaves signals to ``stopped_by_signals``: uvicorn would raise them again after a clean end."""
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    return server
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
+    """Sets ``stop`` on SIGINT and SIGTERM while it is open."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def ready_line(gateway: Gateway, listener: socket.socket, source: str) -> str:
+    """One line that says what is served and where."""
+    host, port = listener.getsockname()[:2]
+    info, names = gateway.backend.info, sorted(gateway.settings.tenants)
+    shown = ", ".join(names[:MAX_TENANTS_SHOWN]) or "none"
+    more = f" and {len(names) - MAX_TENANTS_SHOWN} more" if len(names) > MAX_TENANTS_SHOWN else ""
+    where = f"[{host}]" if ":" in host else host
+    model = gateway.served_model
+    return (
+        f"firsttoken {VERSION} ready on http://{where}:{port} | model {model.name} ({model.own_name}, {info.dtype}, "
+        f"{info.attention_backend} attention, window {info.max_model_len} tokens) | encoder {gateway.encoder_state} | "
+        f"tenants {shown}{more} | {source}"
+    )

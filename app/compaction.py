@@ -1,0 +1,171 @@
+"""Compaction: a checked request becomes the prompt that is sent, within the budget that holds for it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from app.auth import Principal
+from app.backends.base import PromptEncoder
+from app.completion_request import CompletionRequest
+from app.errors import ContextLengthError, InvalidRequestError
+from app.input_budget import BudgetLimits, InputBudget
+from app.receipts import encode_receipt
+from app.settings import PolicySettings, Settings
+from reducer.encoder import Encoder
+from reducer.errors import BudgetExceededError
+from reducer.history import read_conversation
+from reducer.pipeline import Reducer
+from reducer.prompt import Budget, PromptParts
+from reducer.result import ReductionResult
+
+
+class ChosenPolicy(NamedTuple):
+    """A policy and its name."""
+
+    name: str
+    settings: PolicySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """One request after its reduction."""
+
+    request: CompletionRequest
+    principal: Principal
+    policy: str
+    result: ReductionResult
+    receipt_id: str
+    receipt: bytes
+    """The record as JSON."""
+    reduce_s: float
+
+
+class RequestCounter:
+    """Counts with the served model's tokenizer and the template variables of one request.
+
+    What the template refuses is the caller's mistake, so it is told as one.
+    """
+
+    def __init__(self, encoder: PromptEncoder, template_kwargs: Mapping[str, Any]) -> None:
+        self._encoder = encoder
+        self._template_kwargs = template_kwargs
+
+    def count_text(self, text: str) -> int:
+        """Tokens of a text on its own."""
+        return self._encoder.count_text(text)
+
+    def count_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Exact tokens of the rendered prompt. Raises ``InvalidRequestError`` for what the template refuses."""
+        try:
+            return self._encoder.count_prompt(messages, tools, **self._template_kwargs)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequestError(f"The chat template refuses this prompt: {error}", param="messages") from None
+
+
+class Compactor:
+    """Reduces requests. Its work is CPU-heavy and thread-safe; it runs in worker threads."""
+
+    def __init__(
+        self, settings: Settings, prompt_encoder: PromptEncoder, max_model_len: int, encoder: Encoder | None
+    ) -> None:
+        self._settings = settings
+        self._prompt_encoder = prompt_encoder
+        self._max_model_len = max_model_len
+        self._encoder = encoder
+        self._reducer_configs = {name: settings.reducer_config(name) for name in settings.policy_names}
+
+    def choose_policy(self, request: CompletionRequest, principal: Principal) -> ChosenPolicy:
+        """The request's policy, else the tenant's. Raises ``InvalidRequestError`` naming those that exist."""
+        name = request.overrides.policy or principal.tenant.policy
+        policy = self._settings.policy(name)
+        if policy is None:
+            known = ", ".join(self._settings.policy_names)
+            raise InvalidRequestError(
+                f"Invalid 'firsttoken.policy': {name!r} is unknown; known policies: {known}.",
+                param="firsttoken.policy",
+                code="invalid_value",
+            )
+        return ChosenPolicy(name, policy)
+
+    def input_budget(
+        self, request: CompletionRequest, principal: Principal, policy: PolicySettings, slo_tokens: int | None
+    ) -> InputBudget:
+        """The budget of a request; ``slo_tokens`` is what its TTFT objective affords, ``None`` for no objective."""
+        limits, window = self._settings.limits, self._max_model_len
+        reserve = limits.output_reserve_tokens if request.max_tokens is None else request.max_tokens
+        return BudgetLimits(
+            request=request.overrides.max_input_tokens,
+            tenant=principal.tenant.max_input_tokens,
+            policy=policy.max_input_tokens,
+            window=window,
+            output_reserve=max(1, min(reserve, int(window * limits.max_output_reserve_ratio))),
+            slo=slo_tokens,
+        ).smallest()
+
+    def compact(
+        self,
+        request: CompletionRequest,
+        principal: Principal,
+        policy: str,
+        budget: InputBudget,
+        receipt_id: str,
+        *,
+        bypass: bool,
+    ) -> Compaction:
+        """Reduces one request. Raises ``ContextLengthError`` where what must not be cut is over a limit."""
+        started = time.perf_counter()
+        self._refuse_by_size(request.parts, budget)
+        counter = RequestCounter(self._prompt_encoder, request.body.chat_template_kwargs or {})
+        reducer = Reducer(self._reducer_configs[policy], counter, self._encoder)
+
+        def reduce(within: Budget) -> ReductionResult:
+            return reducer.reduce(request.parts, budget=within, caller=principal.caller, bypass=bypass)
+
+        try:
+            try:
+                result = reduce(budget.wanted)
+            except BudgetExceededError as error:
+                stretched = budget.stretched(error.num_tokens)
+                if stretched is None:
+                    raise
+                result = reduce(stretched)
+        except BudgetExceededError as error:
+            raise self._too_long(error.num_tokens, budget) from None
+        receipt = encode_receipt(receipt_id, policy, request.parts, result, self._settings.receipts)
+        return Compaction(
+            request=request,
+            principal=principal,
+            policy=policy,
+            result=result,
+            receipt_id=receipt_id,
+            receipt=receipt,
+            reduce_s=time.perf_counter() - started,
+        )
+
+    def _refuse_by_size(self, parts: PromptParts, budget: InputBudget) -> None:
+        """Refuses at once, before any tokenizing, what cannot fit by its bytes alone.
+
+        Templates may strip white space around a message, so only what is inside counts.
+        """
+        protected = (parts.messages[index] for index in read_conversation(parts.messages).protected)
+        num_bytes = sum(
+            len(text.strip().encode("utf-8", "replace")) for message in protected for text in _texts(message)
+        )
+        num_tokens = num_bytes // self._prompt_encoder.max_token_bytes
+        if num_tokens > budget.hard.max_input_tokens:
+            raise self._too_long(num_tokens, budget, is_lower_bound=True)
+
+    def _too_long(self, num_tokens: int, budget: InputBudget, *, is_lower_bound: bool = False) -> ContextLengthError:
+        source = budget.hard.source
+        limit = self._max_model_len if source == "window" else budget.hard.max_input_tokens
+        return ContextLengthError(limit, num_tokens, source, is_lower_bound=is_lower_bound)
+
+
+def _texts(message: Mapping[str, Any]) -> Sequence[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return (content,)
+    if not isinstance(content, list):
+        return ()
+    return [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]

@@ -1,0 +1,226 @@
+"""Reads a request body into a checked ``CompletionRequest``, or says which field is wrong."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from app.errors import InvalidRequestError
+from app.schemas import ROLES, ChatMessage, CompletionBody, Document, ImagePart, Overrides, RefusalPart, TextPart
+from engine.sampling_params import SamplingParams
+from reducer.prompt import Passage, PromptParts
+
+MAX_STOP_STRINGS = 16
+MAX_NUM_DOCUMENTS = 10_000
+
+_LOCATED = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`")
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """One request, checked, with everything that the client sent still in ``raw``."""
+
+    body: CompletionBody
+    raw: dict[str, Any]
+    """The decoded JSON document, unknown fields included."""
+    parts: PromptParts
+    overrides: Overrides
+    max_tokens: int | None
+    """Output tokens that the client asks for, whichever of the two fields named them."""
+    stop: tuple[str, ...]
+    ignored: tuple[str, ...]
+    """Fields that change sampling and that the embedded engine does not know; the answer lists them."""
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk that carries usage."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """The engine's parameters for an output of at most ``max_tokens``."""
+        body = self.body
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=body.top_k or 0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=body.seed,
+            stop=self.stop,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+        )
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a request body. Raises ``InvalidRequestError`` for anything else."""
+    if not body:
+        raise InvalidRequestError("The request body is empty; it must be a JSON object.", code="invalid_json")
+    try:
+        document = msgspec.json.decode(body)
+    except msgspec.MsgspecError as error:
+        message = f"The request body is not valid JSON: {error}"
+        raise InvalidRequestError(message, code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequestError("The request body is nested too deeply.", code="invalid_json") from None
+    if not isinstance(document, dict):
+        message = f"The request body must be a JSON object, got {_json_type(document)}."
+        raise InvalidRequestError(message, code="invalid_type")
+    return document
+
+
+def convert_body(raw: Mapping[str, Any], kind: type[B]) -> B:
+    """Checks a decoded document against a Struct. Raises ``InvalidRequestError`` that names the field."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), raw) from None
+
+
+def read_completion(body: bytes) -> CompletionRequest:
+    """Reads the body of a chat completion or of a compaction. CPU-heavy for a large one."""
+    raw = decode_object(body)
+    checked = convert_body(raw, CompletionBody)
+    _check_messages(checked.messages)
+    _check_unsupported(checked)
+    return CompletionRequest(
+        body=checked,
+        raw=raw,
+        parts=PromptParts(
+            messages=tuple(raw["messages"]),
+            tools=tuple(raw.get("tools") or ()),
+            passages=_passages(checked.documents or ()),
+        ),
+        overrides=checked.firsttoken or Overrides(),
+        max_tokens=checked.max_completion_tokens or checked.max_tokens,
+        stop=_stop_strings(checked.stop),
+        ignored=_ignored_fields(checked),
+    )
+
+
+def _field_error(text: str, raw: Any) -> InvalidRequestError:
+    located = _LOCATED.fullmatch(text)
+    what, path = (located["text"], located["path"]) if located is not None else (text, "")
+    if (missing := _MISSING.fullmatch(what)) is not None:
+        path, what = _join(path, missing["field"]), "the required field is missing"
+    elif (unknown := _UNKNOWN.fullmatch(what)) is not None:
+        path, what = _join(path, unknown["field"]), "the field is unknown"
+    elif path.endswith(".role") and what.startswith("Invalid enum value"):
+        what = f"{what}; it must be one of {', '.join(ROLES)}"
+    elif ", got " not in what and isinstance(value := _value_at(raw, path), int | float | str):
+        what = f"{what}, got {_short(value)}"
+    code = "invalid_type" if what.startswith("Expected") and ", got " in what else "invalid_value"
+    return InvalidRequestError(f"Invalid '{path}': {what}." if path else what, param=path or None, code=code)
+
+
+def _value_at(document: Any, path: str) -> Any:
+    """The value that a decoder's path such as ``messages[0].role`` points to; ``None`` where it leads nowhere."""
+    value = document
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        if index and isinstance(value, list) and int(index) < len(value):
+            value = value[int(index)]
+        elif name and isinstance(value, dict):
+            value = value.get(name)
+        else:
+            return None
+    return value
+
+
+def _short(value: float | str) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _join(path: str, field: str) -> str:
+    return f"{path}.{field}" if path else field
+
+
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        where = f"messages[{index}].content"
+        if message.content is None and message.role not in ("assistant", "function"):
+            text = f"Invalid '{where}': a {message.role} message needs a string or a list of parts, got null."
+            raise InvalidRequestError(text, param=where, code="invalid_type")
+        if not isinstance(message.content, list):
+            continue
+        for position, part in enumerate(message.content):
+            if not isinstance(part, TextPart | RefusalPart):
+                kind = "image" if isinstance(part, ImagePart) else type(part).__name__.removesuffix("Part").lower()
+                text = f"Invalid '{where}[{position}]': {kind} parts are not supported; this model reads text only."
+                raise InvalidRequestError(text, param=f"{where}[{position}]", code="unsupported_value")
+
+
+def _check_unsupported(body: CompletionBody) -> None:
+    """Refuses what would change the answer's shape, so that no client waits for a part that never comes."""
+    if body.n is not None and body.n != 1:
+        raise InvalidRequestError(f"Invalid 'n': only 1 is supported, got {body.n}.", param="n", code="invalid_value")
+    for name in ("logprobs", "top_logprobs"):
+        if getattr(body, name):
+            text = f"Invalid '{name}': log probabilities are not supported by this engine."
+            raise InvalidRequestError(text, param=name, code="unsupported_value")
+
+
+def _ignored_fields(body: CompletionBody) -> tuple[str, ...]:
+    changed = {
+        "frequency_penalty": bool(body.frequency_penalty),
+        "presence_penalty": bool(body.presence_penalty),
+        "logit_bias": bool(body.logit_bias),
+        "min_p": bool(body.min_p),
+        "repetition_penalty": body.repetition_penalty not in (None, 1.0),
+        "response_format": (body.response_format or {}).get("type", "text") != "text",
+        "tool_choice": body.tool_choice not in (None, "auto", "none"),
+    }
+    return tuple(name for name, is_changed in changed.items() if is_changed)
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > MAX_STOP_STRINGS:
+        text = f"Invalid 'stop': at most {MAX_STOP_STRINGS} strings, got {len(strings)}."
+        raise InvalidRequestError(text, param="stop", code="invalid_value")
+    if not all(strings):
+        raise InvalidRequestError("Invalid 'stop': it must not hold an empty string.", param="stop")
+    return strings
+
+
+def _passages(documents: Sequence[Document]) -> tuple[Passage, ...]:
+    if len(documents) > MAX_NUM_DOCUMENTS:
+        text = f"Invalid 'documents': at most {MAX_NUM_DOCUMENTS} documents, got {len(documents)}."
+        raise InvalidRequestError(text, param="documents", code="invalid_value")
+    first_index: dict[str, int] = {}
+    for index, document in enumerate(documents):
+        if document.id is not None and (first := first_index.setdefault(document.id, index)) != index:
+            where = f"documents[{index}].id"
+            text = f"Invalid '{where}': {document.id!r} is the id of documents[{first}] as well; ids must be unique."
+            raise InvalidRequestError(text, param=where, code="invalid_value")
+    return tuple(
+        Passage(
+            id=_name_of(index, first_index) if document.id is None else document.id,
+            text=document.text,
+            title=document.title,
+            source=document.source,
+            score=document.score,
+            acl=None if document.acl is None else tuple(document.acl),
+            metadata=document.metadata or {},
+        )
+        for index, document in enumerate(documents)
+    )
+
+
+def _name_of(index: int, taken: Mapping[str, int]) -> str:
+    """A name for the document at ``index`` that no other document of the request has."""
+    name = f"doc-{index}"
+    while name in taken:
+        name += "'"
+    return name
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)

@@ -1,0 +1,54 @@
+"""``POST /v1/chat/completions``."""
+
+from typing import Any
+
+from litestar import Controller, Response, post
+
+from app.admission import Remaining
+from app.answers import chat_completion, reduction_headers
+from app.auth import Principal
+from app.generation import Generation
+from app.http_io import GatewayRequest, gateway_of, json_response, read_arrival, unless_disconnected
+from app.streaming import EventStream
+
+
+class ChatController(Controller):
+    """Reduce, generate, answer."""
+
+    @post("/v1/chat/completions", status_code=200)
+    async def create(self, request: GatewayRequest) -> Response[Any]:
+        """A chat completion, whole or as a stream. Errors before the first token have their HTTP status."""
+        gateway = gateway_of(request)
+        arrival = await read_arrival(request)
+        generation = await unless_disconnected(request.receive, gateway.chat_service.complete(arrival))
+        compacted = generation.compaction.request
+        model = compacted.body.model or gateway.served_model.name
+        headers = {
+            **reduction_headers(generation.compaction),
+            **rate_limit_headers(arrival.principal, gateway.admission.remaining(arrival.principal)),
+        }
+        if compacted.body.stream:
+            return EventStream(generation, model, includes_usage=compacted.includes_usage, headers=headers)
+        try:
+            text = await unless_disconnected(request.receive, _whole_text(generation))
+        finally:
+            await generation.aclose()
+        return json_response(chat_completion(generation, model, text), headers=headers)
+
+
+async def _whole_text(generation: Generation) -> str:
+    return "".join([text async for text in generation.texts()])
+
+
+def rate_limit_headers(principal: Principal, remaining: Remaining) -> dict[str, str]:
+    """``x-ratelimit-*`` of the limits that the tenant has."""
+    limits = {
+        "requests": (principal.tenant.requests_per_minute, remaining.requests),
+        "tokens": (principal.tenant.tokens_per_day, remaining.tokens),
+    }
+    headers: dict[str, str] = {}
+    for kind, (limit, left) in limits.items():
+        if limit is not None:
+            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(left)
+    return headers

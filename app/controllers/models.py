@@ -1,0 +1,70 @@
+"""``GET /v1/models`` and ``POST /tokenize``: what is served, and how it counts."""
+
+import msgspec
+from litestar import Controller, Response, get, post
+
+from app.completion_request import convert_body, decode_object
+from app.errors import InvalidRequestError
+from app.gateway import Gateway
+from app.http_io import GatewayRequest, authenticated, gateway_of, json_response, read_arrival
+from app.schemas import TokenizeBody
+from app.served_model import ModelCard
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /v1/models``."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class ModelsController(Controller):
+    """The served model under each of its names."""
+
+    @get("/v1/models")
+    async def list_models(self, request: GatewayRequest) -> Response[bytes]:
+        """All names with the window that is really admitted."""
+        authenticated(request)
+        gateway = gateway_of(request)
+        return json_response(ModelList(data=gateway.served_model.cards(gateway.backend.info.max_model_len)))
+
+    @get("/v1/models/{model_name:path}")
+    async def show_model(self, request: GatewayRequest) -> Response[bytes]:
+        """One name; Hugging Face ids hold a slash."""
+        authenticated(request)
+        gateway = gateway_of(request)
+        name = str(request.path_params["model_name"]).removeprefix("/")
+        return json_response(gateway.served_model.card(name, gateway.backend.info.max_model_len))
+
+    @post(["/tokenize", "/v1/tokenize"], status_code=200)
+    async def tokenize(self, request: GatewayRequest) -> Response[bytes]:
+        """Token ids of a text, or of a conversation with template and tools."""
+        arrival = await read_arrival(request)
+        gateway = gateway_of(request)
+        return json_response(await gateway.workers.run(_tokenize, gateway, arrival.body))
+
+
+def _tokenize(gateway: Gateway, body: bytes) -> Tokens:
+    raw = decode_object(body)
+    checked = convert_body(raw, TokenizeBody)
+    if checked.model is not None:
+        gateway.served_model.check(checked.model)
+    if (checked.prompt is None) == (checked.messages is None):
+        raise InvalidRequestError("Exactly one of 'prompt' and 'messages' is required.", param="prompt")
+    encoder = gateway.backend.encoder
+    if checked.prompt is not None:
+        token_ids = encoder.encode_text(checked.prompt)
+    else:
+        try:
+            token_ids = encoder.encode_chat(raw["messages"], raw.get("tools") or ())
+        except ValueError as error:
+            raise InvalidRequestError(f"The chat template refuses this prompt: {error}", param="messages") from None
+    return Tokens(count=len(token_ids), max_model_len=gateway.backend.info.max_model_len, tokens=token_ids)

@@ -1,0 +1,221 @@
+"""The gateway's own errors, and the one table that turns every error into an OpenAI-shaped answer.
+
+GatewayError
+├── ConfigError             settings that cannot be used (command line only)
+├── InvalidRequestError     400  a field is missing, of the wrong type or out of range; ``param`` names it
+├── ContextLengthError      400  context_length_exceeded
+├── AuthenticationError     401  no key, or an unknown one
+├── NotFoundError           404  model or receipt
+├── RequestTooLargeError    413  body
+├── RateLimitError          429  requests per minute, tokens per day
+├── ClientDisconnectedError 499  the client left; only logs see it
+├── GenerationError         500  the engine failed this request
+└── OverloadedError         503  too many jobs; retry later
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+
+from engine.errors import EngineDeadError, EngineError, PromptTooLongError, QueueFullError
+from reducer.errors import BudgetExceededError, InvalidPromptError, ReducerError
+
+_FIELD = re.compile(r"(messages|documents|tools)(\[\d+\]|\.\w+)*")
+
+
+class GatewayError(Exception):
+    """Base of the gateway's errors."""
+
+
+class ConfigError(GatewayError):
+    """Settings that cannot be used; the text names the file and the key."""
+
+
+class InvalidRequestError(GatewayError):
+    """A request field is missing, of the wrong type or out of range."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(GatewayError):
+    """A prompt that must not be cut does not fit. The first sentence is the one that OpenAI's clients look for."""
+
+    def __init__(self, limit: int, num_tokens: int, source: str, *, is_lower_bound: bool = False) -> None:
+        at_least = "at least " if is_lower_bound else ""
+        room = ", and the answer needs at least 1 more" if source == "window" else ""
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {at_least}"
+            f"{num_tokens} tokens that must not be cut{room}. Please reduce the length of the messages. "
+            f"The limit is set by the {source}."
+        )
+
+
+class AuthenticationError(GatewayError):
+    """No API key, or one that no tenant has."""
+
+
+class NotFoundError(GatewayError):
+    """A model, receipt or address that does not exist for this caller."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class RequestTooLargeError(GatewayError):
+    """The body is larger than the gateway takes in."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        super().__init__(f"The request body is larger than the limit of {max_body_bytes} bytes.")
+
+
+class RateLimitError(GatewayError):
+    """A tenant's limit is used up; ``kind`` is ``requests`` or ``tokens``."""
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class ClientDisconnectedError(GatewayError):
+    """The client closed the connection before the answer was complete."""
+
+
+class GenerationError(GatewayError):
+    """The engine failed this request and goes on with the others."""
+
+
+class OverloadedError(GatewayError):
+    """The gateway has as much work as it takes; retry later."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An error as the client sees it."""
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """The JSON document ``{"error": {...}}``."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def _invalid_prompt(error: InvalidPromptError) -> ErrorAnswer:
+    field_name = _FIELD.match(str(error))
+    return ErrorAnswer(400, "invalid_request_error", str(error), field_name[0] if field_name else "messages")
+
+
+def _invalid(error: Exception) -> ErrorAnswer:
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    return ErrorAnswer(400, "invalid_request_error", str(error), param, code)
+
+
+def _context_length(error: Exception) -> ErrorAnswer:
+    return ErrorAnswer(400, "invalid_request_error", str(error), "messages", "context_length_exceeded")
+
+
+def _budget_exceeded(error: BudgetExceededError) -> ErrorAnswer:
+    return _context_length(ContextLengthError(error.max_input_tokens, error.num_tokens, error.source))
+
+
+def _prompt_too_long(error: PromptTooLongError) -> ErrorAnswer:
+    return _context_length(ContextLengthError(error.max_model_len, error.num_prompt_tokens, "window"))
+
+
+def _not_found(error: NotFoundError) -> ErrorAnswer:
+    return ErrorAnswer(404, "invalid_request_error", str(error), error.param, error.code)
+
+
+def _rate_limit(error: RateLimitError) -> ErrorAnswer:
+    headers = _retry_after(error.retry_after_s)
+    return ErrorAnswer(429, error.kind, str(error), None, "rate_limit_exceeded", headers)
+
+
+def _unavailable(error: Any) -> ErrorAnswer:
+    return ErrorAnswer(503, "overloaded", str(error), headers=_retry_after(error.retry_after_s))
+
+
+def _unauthenticated(error: Exception) -> ErrorAnswer:
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ErrorAnswer(401, "authentication_error", str(error), None, "invalid_api_key", headers)
+
+
+def _too_large(error: Exception) -> ErrorAnswer:
+    # The rest of the body is not read, so the connection cannot be used again.
+    headers = {"Connection": "close"}
+    return ErrorAnswer(413, "invalid_request_error", str(error), None, "request_too_large", headers)
+
+
+def _failed(error: Exception) -> ErrorAnswer:
+    return ErrorAnswer(500, "server_error", str(error))
+
+
+def _internal(_: Exception) -> ErrorAnswer:
+    message = "The server had an error while processing your request. Its log has the details under the x-request-id."
+    return ErrorAnswer(500, "server_error", message)
+
+
+def _framework(error: HTTPException) -> ErrorAnswer:
+    """Errors that the web framework raises before a handler runs."""
+    if isinstance(error, NotFoundException):
+        return ErrorAnswer(404, "invalid_request_error", "Unknown request URL.", None, "unknown_url")
+    headers = {str(name): str(value) for name, value in (error.headers or {}).items()}
+    if isinstance(error, MethodNotAllowedException):
+        message = f"This method is not allowed for this URL; allowed: {headers.get('allow', 'none')}."
+        return ErrorAnswer(405, "invalid_request_error", message, None, "method_not_allowed", headers)
+    if error.status_code >= 500:
+        return _internal(error)
+    return ErrorAnswer(error.status_code, "invalid_request_error", error.detail, headers=headers)
+
+
+# The nearest class in an error's MRO decides.
+TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
+    InvalidRequestError: _invalid,
+    InvalidPromptError: _invalid_prompt,
+    RecursionError: lambda _: _invalid(InvalidRequestError("The request body is nested too deeply.")),
+    ContextLengthError: _context_length,
+    BudgetExceededError: _budget_exceeded,
+    PromptTooLongError: _prompt_too_long,
+    AuthenticationError: _unauthenticated,
+    NotFoundError: _not_found,
+    RequestTooLargeError: _too_large,
+    RateLimitError: _rate_limit,
+    ClientDisconnectedError: lambda error: ErrorAnswer(499, "client_closed_request", str(error)),
+    GenerationError: _failed,
+    QueueFullError: _unavailable,
+    EngineDeadError: _unavailable,
+    OverloadedError: _unavailable,
+    EngineError: _internal,
+    ReducerError: _internal,
+    HTTPException: _framework,
+    Exception: _internal,
+}
+
+
+def answer_of(error: Exception) -> ErrorAnswer:
+    """How ``error`` is told to the client."""
+    return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)(error)

@@ -1,0 +1,133 @@
+"""The gateway without HTTP: everything that lives as long as the process, put together in one place."""
+
+import asyncio
+
+import structlog
+
+from app.admission import AdmissionController
+from app.auth import Authenticator
+from app.backends.base import Backend
+from app.chat_service import ChatService
+from app.compaction import Compactor
+from app.errors import ConfigError, OverloadedError
+from app.input_budget import TtftObjective
+from app.observability import EngineCollector, GatewayMetrics
+from app.receipts import ReceiptStore
+from app.served_model import ServedModel
+from app.service_observer import ServiceObserver
+from app.settings import Settings
+from app.workers import WorkerPool
+from engine.cost_model import PrefillCostModel
+from engine.errors import ModelError
+from reducer.encoder import Encoder
+
+
+class Gateway:
+    """Built from settings, started once, closed once."""
+
+    def __init__(self, settings: Settings, workers: WorkerPool, backend: Backend) -> None:
+        self.settings = settings
+        self.workers = workers
+        self.backend = backend
+        self.authenticator = Authenticator(settings)
+        self.admission = AdmissionController()
+        self.receipts = ReceiptStore(settings.receipts)
+        self.served_model = ServedModel(settings)
+        self.metrics = GatewayMetrics(self.served_model.name)
+        self.encoder_state = "loading" if settings.encoder.enabled else "disabled"
+        """``loading``, ``loaded``, ``disabled``, or ``failed: …``."""
+        self._chat_service: ChatService | None = None
+        self._start_lock = asyncio.Lock()
+
+    @property
+    def chat_service(self) -> ChatService:
+        """The main path. Raises ``OverloadedError`` before the start."""
+        if self._chat_service is None:
+            raise OverloadedError("The gateway is starting; retry later.", retry_after_s=5.0)
+        return self._chat_service
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a completion would be served now, as configured."""
+        is_encoder_ready = self.encoder_state in ("loaded", "disabled") or not self.settings.encoder.required
+        return self._chat_service is not None and self.backend.is_alive and is_encoder_ready
+
+    async def start(self) -> None:
+        """Starts the backend and loads the encoder, side by side. Raises an error that says what is missing."""
+        async with self._start_lock:
+            if self._chat_service is not None:
+                return
+            backend, encoder = await asyncio.gather(self.backend.start(), self._load_encoder(), return_exceptions=True)
+            for outcome in (backend, encoder):
+                if isinstance(outcome, BaseException):
+                    await self.backend.close()
+                    raise outcome
+            assert not isinstance(encoder, BaseException), "failures were raised above"
+            self._chat_service = self._make_chat_service(encoder)
+
+    async def close(self) -> None:
+        """Ends the backend and drops what waits for a thread. May be called twice."""
+        await self.backend.close()
+        self.workers.close()
+
+    def _make_chat_service(self, encoder: Encoder | None) -> ChatService:
+        settings, info = self.settings, self.backend.info
+        chunk = settings.engine.scheduler.long_prefill_token_threshold
+        step = settings.engine.scheduler.max_num_batched_tokens
+        cost_model = PrefillCostModel.from_model_info(info, max_tokens_per_step=min(chunk, step) if chunk else step)
+        objective = TtftObjective(cost_model)
+        self.metrics.registry.register(
+            EngineCollector(self.served_model.name, lambda: self.backend.stats, lambda: self.backend.is_alive)
+        )
+        self.metrics.jobs.set_function(lambda: self.workers.num_pending)
+        self.metrics.receipts.set_function(lambda: len(self.receipts))
+        return ChatService(
+            backend=self.backend,
+            compactor=Compactor(settings, self.backend.encoder, info.max_model_len, encoder),
+            workers=self.workers,
+            admission=self.admission,
+            receipts=self.receipts,
+            objective=objective,
+            observer=ServiceObserver(self.metrics, objective, self.served_model.name),
+            served_model=self.served_model,
+            limits=settings.limits,
+        )
+
+    async def _load_encoder(self) -> Encoder | None:
+        if not self.settings.encoder.enabled:
+            return None
+        try:
+            encoder = await self.workers.run(load_encoder, self.settings)
+        except ConfigError as error:
+            self.encoder_state = f"failed: {error}"
+            if self.settings.encoder.required:
+                raise
+            structlog.get_logger("firsttoken").warning("encoder_missing", reason=str(error))
+            return None
+        self.encoder_state = "loaded"
+        return encoder
+
+
+def load_encoder(settings: Settings) -> Encoder:
+    """Loads the embedding model; takes seconds. Raises ``ConfigError`` that says how to get it."""
+    from engine.model_store import resolve_model
+    from reducer.encoder import SentenceTransformerEncoder
+
+    name = settings.encoder.model
+    try:
+        return SentenceTransformerEncoder(resolve_model(name), settings.reducer.encoder)
+    except (ModelError, OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"encoder.model {name!r} cannot be loaded: {error}. Get it with `firsttoken models pull {name}`, "
+            "or set encoder.required = false to rank by words alone."
+        ) from error
+
+
+def make_gateway(settings: Settings, backend: Backend | None = None) -> Gateway:
+    """A gateway on the given backend, else on the embedded engine. Nothing is started yet."""
+    workers = WorkerPool(settings.server.num_workers, settings.server.max_pending_jobs)
+    if backend is None:
+        from app.backends.embedded import EmbeddedBackend
+
+        backend = EmbeddedBackend(settings.engine, workers)
+    return Gateway(settings, workers, backend)

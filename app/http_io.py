@@ -1,0 +1,143 @@
+"""What all handlers share: request ids, bodies within a limit, the principal, and leaving with the client."""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Request, Response
+from litestar.datastructures import State
+from litestar.types import Message, Receive, Scope
+
+from app.auth import Principal
+from app.chat_service import Arrival
+from app.errors import AuthenticationError, ClientDisconnectedError, InvalidRequestError, RequestTooLargeError
+from app.gateway import Gateway
+
+GatewayRequest = Request[Any, Any, State]
+T = TypeVar("T")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SCOPE_KEY = "firsttoken.request_id"
+_TRUE = ("1", "true", "yes", "on")
+
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+MAX_DISCARD_S = 5.0
+
+
+def request_id_of(scope: Scope) -> str:
+    """The client's ``x-request-id`` where it is harmless, else a new one; the same for the whole request."""
+    known: str | None = scope.get(_SCOPE_KEY)  # type: ignore[assignment]
+    if known is not None:
+        return known
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    scope[_SCOPE_KEY] = request_id  # type: ignore[literal-required]
+    return request_id
+
+
+async def add_request_id(message: Message, scope: Scope) -> None:
+    """Puts ``x-request-id`` on every answer, errors and unknown addresses included."""
+    if message["type"] == "http.response.start":
+        headers = [*message.get("headers", ()), (b"x-request-id", request_id_of(scope).encode("latin-1"))]
+        message["headers"] = headers
+
+
+def gateway_of(request: GatewayRequest) -> Gateway:
+    """The gateway that this application serves."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+def authenticated(request: GatewayRequest) -> Principal:
+    """The caller. Raises ``AuthenticationError``."""
+    return gateway_of(request).authenticator.authenticate(request.headers.get("authorization"))
+
+
+async def read_arrival(request: GatewayRequest) -> Arrival:
+    """Authenticates, then reads the body. Raises ``AuthenticationError`` or as ``read_body`` does."""
+    arrived_s = time.perf_counter()
+    try:
+        principal = authenticated(request)
+    except AuthenticationError:
+        await _discard(request.receive)
+        raise
+    return Arrival(
+        request_id=request_id_of(request.scope),
+        principal=principal,
+        body=await read_body(request, gateway_of(request).settings.server.max_body_bytes),
+        arrived_s=arrived_s,
+        bypass=request.headers.get("x-firsttoken-bypass", "").strip().lower() in _TRUE,
+    )
+
+
+async def read_body(request: GatewayRequest, max_body_bytes: int) -> bytes:
+    """The whole body. Raises ``RequestTooLargeError``, and ``ClientDisconnectedError`` where it never ends."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise InvalidRequestError(f"The content encoding {encoding!r} is not supported; send the body as it is.")
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError("The client left before its request was complete.")
+        assert message["type"] == "http.request", message["type"]
+        num_bytes += len(message["body"])
+        if num_bytes > max_body_bytes:
+            if message["more_body"]:
+                await _discard(request.receive)
+            raise RequestTooLargeError(max_body_bytes)
+        chunks.append(message["body"])
+        if not message["more_body"]:
+            return b"".join(chunks)
+
+
+async def _discard(receive: Receive) -> None:
+    """Reads on for a while: a connection that is closed with unread data loses the answer on its way."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(MAX_DISCARD_S):
+            while num_bytes <= MAX_DISCARDED_BYTES:
+                message = await receive()
+                if message["type"] != "http.request" or not message["more_body"]:
+                    return
+                num_bytes += len(message["body"])
+    except TimeoutError:
+        return
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves. Raises ``ClientDisconnectedError`` then."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnectedError("The client left before the answer was complete.")
+        return task.result()
+    finally:
+        await cancel_and_wait(task, watcher)
+
+
+async def cancel_and_wait(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancels tasks and waits until they have cleaned up; their results and errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def json_response(content: Any, *, headers: dict[str, str] | None = None, status_code: int = 200) -> Response[bytes]:
+    """A JSON answer encoded by msgspec."""
+    return Response(
+        msgspec.json.encode(content), status_code=status_code, media_type="application/json", headers=headers
+    )

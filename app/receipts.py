@@ -1,0 +1,193 @@
+"""Keeps the record of each reduction for a while, so that its caller can ask what was dropped and why.
+
+A record is read by its own tenant only, and there only by a caller who may read every group that its maker could: the
+originals inside are documents that the access stage let through for the maker.
+"""
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from app.auth import Principal
+from app.errors import NotFoundError
+from app.settings import ReceiptSettings
+from reducer.prompt import Passage, PromptParts
+from reducer.result import BudgetReport, PassageDecision, ReductionResult, StageReport, TurnDecision
+
+
+class OriginalDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A readable document as received."""
+
+    id: str
+    text: str
+    title: str | None
+    source: str | None
+    score: float | None
+    acl: list[str] | None
+    metadata: dict[str, Any]
+
+
+class Originals(msgspec.Struct, frozen=True, kw_only=True):
+    """What came in, without the documents that were denied."""
+
+    messages: list[dict[str, Any]]
+    documents: list[OriginalDocument]
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole record of one reduction."""
+
+    receipt_id: str
+    created: int
+    """Unix time in seconds."""
+    policy: str
+    budget: BudgetReport
+    original_prompt_tokens: int
+    prompt_tokens: int
+    saved_tokens: int
+    pass_through: str | None
+    messages: list[dict[str, Any]]
+    """The messages sent to the model."""
+    tools: list[dict[str, Any]]
+    documents: list[PassageDecision]
+    denied_documents: int
+    turns: list[TurnDecision]
+    stages: list[StageReport]
+    originals: Originals | None
+    originals_omitted: str | None
+    """Why there are no originals, if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    tenant_id: str
+    groups: frozenset[str]
+    created_s: float
+    document: bytes
+
+
+def new_receipt_id() -> str:
+    """An id that cannot be guessed."""
+    return f"rcpt_{secrets.token_hex(16)}"
+
+
+def saved_tokens(result: ReductionResult) -> int:
+    """Prompt tokens that the reduction took away, never negative."""
+    return max(0, result.original_prompt_tokens - result.prompt_tokens)
+
+
+def encode_receipt(
+    receipt_id: str, policy: str, parts: PromptParts, result: ReductionResult, settings: ReceiptSettings
+) -> bytes:
+    """The record as JSON. CPU-heavy for large requests."""
+    originals = _originals(parts, result) if settings.include_originals else None
+    omitted = None if settings.include_originals else "receipts.include_originals is off"
+    receipt = Receipt(
+        receipt_id=receipt_id,
+        created=int(time.time()),
+        policy=policy,
+        budget=result.budget,
+        original_prompt_tokens=result.original_prompt_tokens,
+        prompt_tokens=result.prompt_tokens,
+        saved_tokens=saved_tokens(result),
+        pass_through=result.pass_through,
+        messages=result.messages,
+        tools=result.tools,
+        documents=result.documents,
+        denied_documents=result.denied_documents,
+        turns=result.turns,
+        stages=result.stages,
+        originals=originals,
+        originals_omitted=omitted,
+    )
+    document = msgspec.json.encode(receipt)
+    if originals is not None and len(document) > settings.max_bytes_per_tenant:
+        omitted = f"the record of {len(document)} bytes is over max_bytes_per_tenant {settings.max_bytes_per_tenant}"
+        document = msgspec.json.encode(msgspec.structs.replace(receipt, originals=None, originals_omitted=omitted))
+    return document
+
+
+def _originals(parts: PromptParts, result: ReductionResult) -> Originals:
+    readable = {decision.id for decision in result.documents}
+    return Originals(
+        messages=[dict(message) for message in parts.messages],
+        documents=[_original(passage) for passage in parts.passages if passage.id in readable],
+    )
+
+
+def _original(passage: Passage) -> OriginalDocument:
+    return OriginalDocument(
+        id=passage.id,
+        text=passage.text,
+        title=passage.title,
+        source=passage.source,
+        score=passage.score,
+        acl=None if passage.acl is None else list(passage.acl),
+        metadata=dict(passage.metadata),
+    )
+
+
+class ReceiptStore:
+    """Records in memory, limited in number, bytes and age; the oldest go first. Used from the event loop only."""
+
+    def __init__(self, settings: ReceiptSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._by_tenant: dict[str, OrderedDict[str, None]] = {}
+        self._bytes_by_tenant: dict[str, int] = {}
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all records."""
+        return self._num_bytes
+
+    def put(self, receipt_id: str, principal: Principal, document: bytes) -> None:
+        """Keeps a record; a record that is over the limits on its own is not kept."""
+        settings, tenant_id = self._settings, principal.tenant_id
+        if len(document) > min(settings.max_bytes_per_tenant, settings.max_bytes):
+            return
+        self._stored[receipt_id] = _Stored(tenant_id, principal.groups, self._clock(), document)
+        own = self._by_tenant.setdefault(tenant_id, OrderedDict())
+        own[receipt_id] = None
+        self._bytes_by_tenant[tenant_id] = self._bytes_by_tenant.get(tenant_id, 0) + len(document)
+        self._num_bytes += len(document)
+        while (
+            len(own) > settings.max_entries_per_tenant
+            or self._bytes_by_tenant[tenant_id] > settings.max_bytes_per_tenant
+        ):
+            self._drop(next(iter(own)))
+        while self._num_bytes > settings.max_bytes:
+            self._drop(next(iter(self._stored)))
+        self._drop_expired()
+
+    def get(self, receipt_id: str, principal: Principal) -> bytes:
+        """The record as JSON. Raises ``NotFoundError``, the same for one that is not there and one of others."""
+        self._drop_expired()
+        stored = self._stored.get(receipt_id)
+        if stored is None or stored.tenant_id != principal.tenant_id or not stored.groups <= principal.groups:
+            raise NotFoundError(f"No receipt {receipt_id!r} found.", param="receipt_id", code="receipt_not_found")
+        return stored.document
+
+    def _drop_expired(self) -> None:
+        oldest_s = self._clock() - self._settings.retention_s
+        while self._stored and (first := next(iter(self._stored.items())))[1].created_s <= oldest_s:
+            self._drop(first[0])
+
+    def _drop(self, receipt_id: str) -> None:
+        stored = self._stored.pop(receipt_id)
+        self._num_bytes -= len(stored.document)
+        own = self._by_tenant[stored.tenant_id]
+        del own[receipt_id]
+        self._bytes_by_tenant[stored.tenant_id] -= len(stored.document)
+        if not own:
+            del self._by_tenant[stored.tenant_id], self._bytes_by_tenant[stored.tenant_id]

@@ -1,0 +1,161 @@
+"""What clients send: OpenAI's request shapes with ``documents`` and ``firsttoken`` added.
+
+The Structs check the fields that the gateway understands. Unknown fields are allowed and stay in the decoded document,
+which is what goes on to the reducer and the engine: a message is never rebuilt from its Struct.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class TextPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """Text of a message."""
+
+    text: str
+
+
+class RefusalPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
+    """A refusal that the assistant gave earlier."""
+
+    refusal: str
+
+
+class ImagePart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+    """An image; models that read text only refuse it."""
+
+    image_url: Any = None
+
+
+class AudioPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="input_audio"):
+    """A recording; models that read text only refuse it."""
+
+    input_audio: Any = None
+
+
+class FilePart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="file"):
+    """A file; models that read text only refuse it."""
+
+    file: Any = None
+
+
+ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call's function and its arguments, which OpenAI sends as a string of JSON."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call that the assistant made earlier."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of the conversation."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the model may call."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """One retrieved passage."""
+
+    text: str
+    id: Annotated[str, Meta(min_length=1)] | None = None
+    """Unique within the request; one that is missing is named after its place."""
+    title: str | None = None
+    source: str | None = None
+    score: float | None = None
+    acl: list[str] | None = None
+    """Groups any of which may read it; absent is unlabelled, an empty list is nobody."""
+    metadata: dict[str, Any] | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Overrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request may decide about its own reduction. Ours alone, so a misspelt key is refused."""
+
+    policy: str | None = None
+    max_input_tokens: PositiveInt | None = None
+    ttft_slo_ms: Annotated[float, Meta(gt=0)] | None = None
+    bypass: bool | None = None
+
+
+class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``/v1/chat/completions`` and of ``/v1/compact``."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    model: str | None = None
+    documents: list[Document] | None = None
+    firsttoken: Overrides | None = None
+    tools: list[ToolDefinition] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    response_format: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``/tokenize``: a text, or a conversation as the engine would see it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    tools: list[ToolDefinition] | None = None

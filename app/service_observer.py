@@ -1,0 +1,84 @@
+"""Passes the moments of a request on to metrics, log and cost model."""
+
+import structlog
+
+from app.compaction import Compaction
+from app.generation import Generation
+from app.input_budget import TtftObjective
+from app.observability import GatewayMetrics
+from app.receipts import saved_tokens
+
+
+class ServiceObserver:
+    """Hears what the chat service does. The log gets numbers and ids, never text of a prompt or an answer."""
+
+    def __init__(self, metrics: GatewayMetrics, objective: TtftObjective, model_name: str) -> None:
+        self._metrics = metrics
+        self._objective = objective
+        self._model_name = model_name
+        self._log = structlog.get_logger("firsttoken.requests")
+
+    def on_compaction(self, request_id: str, compaction: Compaction) -> None:
+        """A prompt has been reduced."""
+        result = compaction.result
+        self._metrics.on_compaction(compaction)
+        self._log.info(
+            "compaction",
+            request_id=request_id,
+            tenant=compaction.principal.tenant_id,
+            key=compaction.principal.key_name,
+            policy=compaction.policy,
+            receipt_id=compaction.receipt_id,
+            original_prompt_tokens=result.original_prompt_tokens,
+            prompt_tokens=result.prompt_tokens,
+            saved_tokens=saved_tokens(result),
+            budget=result.budget.max_input_tokens,
+            budget_source=result.budget.source,
+            documents=len(result.documents),
+            denied_documents=result.denied_documents,
+            reduce_ms=round(compaction.reduce_s * 1000, 1),
+            degraded=[stage.stage for stage in result.stages if stage.degraded is not None],
+        )
+
+    def on_first_output(self, generation: Generation) -> None:
+        """The engine has computed a prompt."""
+        counted = generation.compaction.result.prompt_tokens
+        if generation.num_prompt_tokens != counted:
+            self._metrics.count_mismatch.labels(self._model_name).inc()
+            self._log.error(
+                "prompt_count_mismatch",
+                request_id=generation.request_id,
+                gateway_tokens=counted,
+                engine_tokens=generation.num_prompt_tokens,
+            )
+        if generation.timings is not None:
+            self._objective.observe(
+                num_prompt_tokens=generation.num_prompt_tokens,
+                num_cached_tokens=generation.num_cached_tokens,
+                reduce_s=generation.compaction.reduce_s,
+                timings=generation.timings,
+            )
+
+    def on_text(self, generation: Generation, gap_s: float | None) -> None:
+        """A part of an answer has come."""
+        self._metrics.on_text(generation, gap_s)
+
+    def on_end(self, generation: Generation) -> None:
+        """A generation is over."""
+        self._metrics.on_end(generation)
+        timings = generation.timings
+        first_text_s = generation.first_text_s
+        self._log.info(
+            "completion",
+            request_id=generation.request_id,
+            completion_id=generation.completion_id,
+            tenant=generation.compaction.principal.tenant_id,
+            outcome=generation.outcome,
+            prompt_tokens=generation.num_prompt_tokens,
+            cached_tokens=generation.num_cached_tokens,
+            completion_tokens=generation.num_output_tokens,
+            queue_ms=round(timings.queue_ms, 1) if timings else None,
+            prefill_ms=round(timings.prefill_ms, 1) if timings else None,
+            ttft_ms=round(first_text_s * 1000, 1) if first_text_s is not None else None,
+            total_ms=round(generation.elapsed_s * 1000, 1),
+        )

@@ -1,0 +1,139 @@
+"""Server-sent events of a chat completion, in OpenAI's chunk shape.
+
+A stream that breaks off after its first byte ends with an error frame and the end of the response: no ``finish_reason``
+and no ``[DONE]``, so that nobody takes the part for the whole.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import structlog
+from litestar import Response
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Send
+
+from app.answers import extension_of, usage_of
+from app.errors import answer_of
+from app.generation import Generation
+from app.http_io import cancel_and_wait, disconnected
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Proxies must neither keep a stream nor hold it back."""
+
+
+class ChunkEncoder:
+    """Writes chunks. What all chunks of a stream share is encoded once; a token costs the encoding of its text."""
+
+    def __init__(self, generation: Generation, model: str, *, includes_usage: bool) -> None:
+        self._generation = generation
+        self._includes_usage = includes_usage
+        shared = {
+            "id": generation.completion_id,
+            "object": "chat.completion.chunk",
+            "created": generation.created,
+            "model": model,
+            "system_fingerprint": None,
+        }
+        self._head = b"data: " + msgspec.json.encode(shared)[:-1]
+        # Where usage was asked for, every chunk but the last has it as null; elsewhere there is no such field.
+        self._tail = (b',"usage":null' if includes_usage else b"") + b"}\n\n"
+        self._encoder = msgspec.json.Encoder()
+
+    def role(self) -> bytes:
+        """The first chunk."""
+        return self._chunk(b'{"role":"assistant","content":"","refusal":null}', b"null")
+
+    def text(self, text: str) -> bytes:
+        """A part of the answer."""
+        return self._chunk(b'{"content":' + self._encoder.encode(text) + b"}", b"null")
+
+    def finish(self, reason: str) -> bytes:
+        """The end of the answer."""
+        return self._chunk(b"{}", self._encoder.encode(reason))
+
+    def totals(self) -> bytes:
+        """Usage and extension, for a client that asked for usage."""
+        rest = {"choices": [], "usage": usage_of(self._generation), "firsttoken": extension_of(self._generation)}
+        return self._head + b"," + self._encoder.encode(rest)[1:] + b"\n\n"
+
+    def _chunk(self, delta: bytes, finish_reason: bytes) -> bytes:
+        choice = b'{"index":0,"delta":' + delta + b',"logprobs":null,"finish_reason":' + finish_reason + b"}"
+        return self._head + b',"choices":[' + choice + b"]" + self._tail
+
+
+async def completion_events(generation: Generation, model: str, *, includes_usage: bool) -> AsyncIterator[bytes]:
+    """The events of a started generation, to the end or to the error that breaks it off."""
+    chunks = ChunkEncoder(generation, model, includes_usage=includes_usage)
+    yield chunks.role()
+    try:
+        async for text in generation.texts():
+            yield chunks.text(text)
+    except Exception as error:
+        yield error_event(error, generation)
+        return
+    assert generation.finish_reason is not None, "a generation that does not raise has a finish reason"
+    yield chunks.finish(generation.finish_reason)
+    if includes_usage:
+        yield chunks.totals()
+    yield DONE
+
+
+def error_event(error: Exception, generation: Generation) -> bytes:
+    """The frame that ends a broken stream."""
+    log = structlog.get_logger("firsttoken.requests")
+    answer = answer_of(error)
+    log.error("stream_broken", request_id=generation.request_id, error=type(error).__name__, status=answer.status)
+    return b"data: " + answer.body() + b"\n\n"
+
+
+class ASGIEventStream(ASGIResponse):
+    """Sends the events while the client is there, then closes the generation."""
+
+    _should_set_content_length = False
+
+    def __init__(self, *, generation: Generation, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+        super().__init__(headers={**HEADERS, **headers}, media_type="text/event-stream")
+        self._generation = generation
+        self._events = events
+
+    async def start_response(self, send: Send) -> None:
+        """Sends status and headers; a client that is gone already costs nothing more."""
+        try:
+            await super().start_response(send)
+        except BaseException:
+            await self._generation.aclose()
+            raise
+
+    async def send_body(self, send: Send, receive: Receive) -> None:
+        """Sends the events. Returns early when the client leaves; the generation is closed either way."""
+        sender = asyncio.ensure_future(self._send_events(send))
+        watcher = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+        finally:
+            await cancel_and_wait(sender, watcher)
+            await self._generation.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(Response[None]):
+    """The events of a generation as a handler returns them."""
+
+    def __init__(self, generation: Generation, model: str, *, includes_usage: bool, headers: dict[str, str]) -> None:
+        super().__init__(None, media_type="text/event-stream")
+        self._generation = generation
+        self._events = completion_events(generation, model, includes_usage=includes_usage)
+        self._extra_headers = headers
+
+    def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIEventStream:
+        """The low-level response; everything it needs was given to this one."""
+        return ASGIEventStream(generation=self._generation, events=self._events, headers=self._extra_headers)
