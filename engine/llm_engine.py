@@ -79,6 +79,30 @@ class LLMEngine:
         self._counters = EngineCounters()
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
 
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLMEngine":
+        """Load a model and build the engine around it; this is where torch comes in.
+
+        Raises:
+            ModelError: the model cannot be found or read, or does not fit the configuration.
+        """
+        from engine.chat_template import ChatTokenizer
+        from engine.model_runner import ModelRunner
+        from engine.model_store import resolve_model
+
+        model_path = resolve_model(config.model.model)
+        chat = ChatTokenizer.from_path(model_path)
+        runner = ModelRunner(config, model_path)
+        cache_key = CacheKey(
+            weights_digest=runner.info.weights_digest,
+            tokenizer_digest=chat.tokenizer.digest,
+            template_version=chat.version,
+            dtype=runner.info.dtype,
+            quantization="none",
+            rope=runner.spec.rope.key,
+        )
+        return cls(config, info=runner.info, runner=runner, tokenizer=chat.tokenizer, cache_key=cache_key)
+
     @property
     def has_unfinished(self) -> bool:
         """``step()`` has something to do."""
