@@ -19,8 +19,8 @@ import numpy.typing as npt
 from datasketch import MinHash, MinHashLSH
 
 from reducer.config import DedupConfig
-from reducer.facts import Statement, contains, is_dense, plain_text, state
-from reducer.sentences import is_code
+from reducer.facts import Statement, contains, plain_text, state
+from reducer.sentences import is_code, is_dense_script
 from reducer.stage import Candidate, Filtered, StageOutcome
 
 HashArray = npt.NDArray[np.uint64]
@@ -121,7 +121,7 @@ class _Statements:
         style = self._styles.get(index)
         if style is None:
             text = self._candidates[index].passage.text
-            style = self._styles[index] = "code" if is_code(text) else "dense" if is_dense(text) else "spaced"
+            style = self._styles[index] = "code" if is_code(text) else "dense" if is_dense_script(text) else "spaced"
         return style
 
     def _statement(self, index: int, style: str) -> Statement:

@@ -161,7 +161,8 @@ class SentenceTransformerEncoder:
         """Vectors of texts that fit the model's window, batched by length."""
         import torch
 
-        order = sorted(range(len(pieces)), key=lambda index: len(pieces[index]))
+        # Sorted by text as well: a batch rounds its rows together, so its make-up must not follow the request's order.
+        order = sorted(range(len(pieces)), key=lambda index: (len(pieces[index]), pieces[index]))
         rows: list[FloatArray | None] = [None] * len(pieces)
         with self._forward_lock, torch.inference_mode():
             for batch in self._batches(pieces, order):

@@ -12,7 +12,7 @@ import numpy as np
 from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
 from reducer.lexical import bm25_scores, words
-from reducer.rank import Query, query_vector, scale, scale_lexical
+from reducer.rank import Query, query_vector, scale, scale_lexical, similarities
 from reducer.sentences import is_table, split_units
 from reducer.stage import Candidate, Span
 from reducer.template import GAP
@@ -103,13 +103,13 @@ class Extractor:
         embedded = np.argsort(-lexical, kind="stable")[:MAX_EMBEDDED_UNITS]
         try:
             vectors = self._encoder.encode([texts[unit] for unit in embedded])
-            similarities = vectors @ query_vector(self._query, self._config.context_weight, self._encoder)
+            similar = similarities(vectors, query_vector(self._query, self._config.context_weight, self._encoder))
         except Exception as error:
             # Any failure of the model must cost only the model's share of the choice.
             self.degraded = f"encoder failed ({type(error).__name__}): sentences chosen by BM25"
             return lexical
         semantic = np.zeros(len(texts), dtype=np.float32)
-        semantic[embedded] = scale(similarities)
+        semantic[embedded] = scale(similar)
         total = np.float32(self._config.lexical_weight + self._config.semantic_weight)
         mixed = np.float32(self._config.lexical_weight) * lexical + np.float32(self._config.semantic_weight) * semantic
         return (mixed / total).astype(np.float32)

@@ -52,11 +52,10 @@ _FRACTIONS = {
 }
 _SAME_SIGN = {**_DASHES, **_QUOTES, **_POWERS, **_FRACTIONS}
 
-_TAG = re.compile(r"</?[A-Za-z][A-Za-z0-9]*(?:\s[^<>]{0,500})?/?>|<!--.{0,2000}?-->", re.DOTALL)
+_TAG = re.compile(r"</?[A-Za-z][A-Za-z0-9]*(?:\s[^<>]{0,500})?/?>|<!--[^<>]{0,500}-->")
 _BLOCK_TAG = re.compile(r"</?(?:p|div|br|li|ul|ol|tr|table|h\d|section|article)\b", re.IGNORECASE)
 _CJK_NUMERAL = "〇零一二三四五六七八九十百千万萬亿億两兩"
 _DENSE = "\u0e00-\u0e7f\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-_DENSE_CHAR = re.compile(f"[{_DENSE}]")
 _TOKEN = re.compile(
     rf"(?P<numeral>[{_CJK_NUMERAL}]{{2,}})"
     rf"|(?P<dense>[{_DENSE}])"
@@ -73,7 +72,6 @@ _CASED_UNITS = frozenset({"mw", "mv", "mhz", "mb", "kb", "gb", "tb", "mbps", "gb
 _CODE_TOKEN = re.compile(r"\w+|[^\w\s]")
 _BOUNDARY = re.compile(r"[.!?…:;。！？；：|\n]")
 _UNFINISHED = re.compile(r"(?:\.\.\.?|…)\W*$")
-_FINISHED = re.compile(r"[.!?。！？][\"'”’」』）)\]]*\s*$")
 _DIGITS = {"〇": 0, "零": 0, "一": 1, "二": 2, "两": 2, "兩": 2, "三": 3, "四": 4, "五": 5, "六": 6, "七": 7, "八": 8,
            "九": 9}  # fmt: skip
 _UNITS = {"十": 10, "百": 100, "千": 1000}
@@ -102,14 +100,6 @@ def plain_text(text: str) -> str:
     if text.isascii():
         return text
     return unicodedata.normalize("NFKC", text.translate(_SAME_SIGN)).translate(_DASHES)
-
-
-def is_dense(text: str) -> bool:
-    """Whether most letters belong to scripts that write no spaces, so that white space inside words is only layout."""
-    if text.isascii():
-        return False
-    sample = text[:4000]
-    return 2 * len(_DENSE_CHAR.findall(sample)) > sum(map(str.isalpha, sample))
 
 
 def state(text: str, *, as_code: bool = False, ignore_spaces: bool = False) -> Statement:
@@ -145,7 +135,7 @@ def state(text: str, *, as_code: bool = False, ignore_spaces: bool = False) -> S
             if word in _CASED_UNITS and tokens and tokens[-1][-1].isdigit() and not is_upper:
                 word = raw
             add(_signed(word, plain, offset), offset)
-        elif kind == "dense" or kind == "sign" or unicodedata.category(raw) in ("Sc", "So", "Sm"):
+        elif kind == "dense" or kind == "sign" or (raw not in "|~" and unicodedata.category(raw) in ("Sc", "So", "Sm")):
             add(raw, offset)
     return Statement(plain, tuple(tokens), tuple(offsets), SEPARATOR + "".join(t + SEPARATOR for t in tokens))
 

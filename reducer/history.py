@@ -17,7 +17,7 @@ from reducer.config import HistoryConfig, RankConfig
 from reducer.encoder import Encoder, FloatArray
 from reducer.errors import InvalidPromptError
 from reducer.prompt import WireMessage
-from reducer.rank import Query, lexical_scores, query_vector, scale, scale_lexical
+from reducer.rank import Query, lexical_scores, query_vector, scale, scale_lexical, similarities
 from reducer.result import TurnDecision
 from reducer.template import message_text
 from reducer.tokens import TokenCounter
@@ -165,7 +165,7 @@ def _relevance(
     if encoder is None:
         return lexical, "no encoder: turns ranked by BM25"
     try:
-        semantic = scale(encoder.encode(list(texts)) @ query_vector(query, config.context_weight, encoder))
+        semantic = scale(similarities(encoder.encode(list(texts)), query_vector(query, config.context_weight, encoder)))
     except Exception as error:
         return lexical, f"encoder failed ({type(error).__name__}): turns ranked by BM25"
     weight = np.float32(config.lexical_weight + config.semantic_weight)

@@ -82,6 +82,17 @@ def fuse(
     return fused
 
 
+def similarities(vectors: FloatArray, query: FloatArray) -> FloatArray:
+    """Similarity of each row, shape (n,), rounded: equal rows are equal wherever they stand.
+
+    Raises ValueError for values that are not finite.
+    """
+    products = vectors @ query
+    if not np.isfinite(products).all():
+        raise ValueError("the encoder returned values that are not finite")
+    return np.round(products, 5).astype(np.float32)
+
+
 def scale(scores: FloatArray) -> FloatArray:
     """Scores on [0, 1] between the worst and the best; all 1 when they do not differ."""
     low, high = float(scores.min()), float(scores.max())
@@ -92,7 +103,7 @@ def scale(scores: FloatArray) -> FloatArray:
 
 def scale_lexical(scores: FloatArray) -> FloatArray:
     """BM25 as a share of the best one; 0 means that no word of the question occurs, so 0 stays 0."""
-    high = float(scores.max())
+    high = float(scores.max(initial=0.0))
     return scores / np.float32(high) if high > 0 else scores
 
 
@@ -149,10 +160,8 @@ def _semantic(
         members.sort(key=lambda window: (-float(lexical[window]), window))
         chosen.extend(members[: config.max_windows])
     vectors = encoder.encode([windows.texts[window] for window in chosen])
-    similarities: FloatArray = vectors @ query_vector(query, config.context_weight, encoder)
-    if not np.isfinite(similarities).all():
-        raise ValueError("the encoder returned values that are not finite")
-    return best_window(similarities, [windows.owners[window] for window in chosen], num_texts)
+    similar = similarities(vectors, query_vector(query, config.context_weight, encoder))
+    return best_window(similar, [windows.owners[window] for window in chosen], num_texts)
 
 
 def _retriever_scores(candidates: Sequence[Candidate]) -> FloatArray | None:

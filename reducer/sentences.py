@@ -15,12 +15,12 @@ MAX_QUOTE_CHARS = 300
 
 _TERMINATOR = re.compile(
     r"(?P<wide>[。！？｡︕︖]+|……|[।॥။។؟۔])[\"'”’」』）)】》]*\s*"
-    r"|(?P<mark>[.!?…]+)[\"'”’»)\]]*(?:\[\d{1,3}\])*(?:\s+|$)"
-    r"|(?P<paragraph>[^\S\n]*\n(?:[^\S\n]*\n)+)"
-    r"|(?P<line>[^\S\n]*\n)"
+    r"|(?<![.!?…])(?P<mark>[.!?…]++)[\"'”’»)\]]*+(?:\[\d{1,3}\])*+(?:\s+|$)"
+    r"|(?P<paragraph>\n(?:[^\S\n]*+\n)+)"
+    r"|(?P<line>\n)"
 )
 _ABBREVIATION = re.compile(
-    r"(?:^|[\s(\[\"'“„«])(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|etc|e\.g|i\.e|cf|al|no|nos|vol|pp|fig|figs|eq|approx|dept|est"
+    r"(?:^|[\s(\[\"'“„«.])(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|etc|e\.g|i\.e|cf|al|no|nos|vol|pp|fig|figs|eq|approx|dept|est"
     r"|inc|ltd|co|corp|gen|col|capt|lt|sgt|rev|hon|gov|sen|rep|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
     r"|bzw|z\.\s?b|d\.\s?h|u\.\s?a|ca|usw|nr|abs|art|bd|hrsg|sog|geb|sra|srta|ud|uds|pág|núm|av|ee|uu"
     r"|г|гг|т|т\.\s?е|т\.\s?д|т\.\s?п|др|им|ул|стр|рис|см|руб|тыс|млн|млрд|[^\W\d_])\.$",
@@ -32,8 +32,13 @@ _CODE_MARK = re.compile(
     r"|#include|public |private |const |let |var |func |fn |\}|//|/\*|@\w+\s*$)"
     r"|[;{]\s*$|\w\(.*\)\s*[:{]?\s*$|^\s*\w+ = "
 )
+_LINE_STARTS = re.compile(r"\n[^\S\n]*(\S)")
+_CARRIES_ON = re.compile(r"と|って|[、，,的]")
+"""What follows a quoted sentence inside its own sentence."""
 _OPENING_QUOTES = {"“": "”", "「": "」", "『": "』", "«": "»", "„": "“", "《": "》"}
 _CLAUSE = re.compile(r"[;:,、，；：]\s*|\s+")
+_DENSE = re.compile(r"[\u0e00-\u0e7f\u1100-\u11ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
+_UNSPACED = re.compile(r"[\u0e00-\u0e7f\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 _THAI_GAP = re.compile(r"(?<=[\u0e00-\u0e7f])[ \u200b]+(?=[\u0e00-\u0e7f\d\"“])")
 
 
@@ -79,7 +84,12 @@ def text_weight(text: str) -> int:
     return len(text) + 3 * len(_DENSE.findall(text))
 
 
-_DENSE = re.compile(r"[\u0e00-\u0e7f\u1100-\u11ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
+def is_dense_script(text: str) -> bool:
+    """Whether most letters belong to scripts that write no spaces, so that white space inside words is only layout."""
+    if text.isascii():
+        return False
+    sample = text[:4000]
+    return 2 * len(_UNSPACED.findall(sample)) > sum(map(str.isalpha, sample))
 
 
 def is_line_based(text: str) -> bool:
@@ -118,6 +128,7 @@ def _line_ends(text: str) -> list[int]:
 
 def _sentence_ends(text: str) -> list[int]:
     quotes = _quotations(text)
+    wrapped = is_wrapped(text)
     next_quote = 0
     ends: list[int] = []
     last = 0
@@ -127,7 +138,7 @@ def _sentence_ends(text: str) -> list[int]:
             next_quote += 1
         if match.lastgroup != "paragraph" and next_quote < len(quotes) and quotes[next_quote].start < match.start():
             continue
-        if _is_boundary(text, match, last):
+        if _is_boundary(text, match, last, wrapped):
             ends.append(end)
             last = end
     if _THAI_GAP.search(text):
@@ -135,13 +146,23 @@ def _sentence_ends(text: str) -> list[int]:
     return ends
 
 
-def _is_boundary(text: str, match: re.Match[str], last: int) -> bool:
+def is_wrapped(text: str) -> bool:
+    """Whether line breaks are layout: often the next line goes on in small letters."""
+    starts = _LINE_STARTS.findall(text, 0, 20_000)
+    return sum(map(str.islower, starts)) * 10 >= 3 * len(starts) > 0
+
+
+def _is_boundary(text: str, match: re.Match[str], last: int, wrapped: bool) -> bool:
     kind, end = match.lastgroup, match.end()
-    if kind == "wide" or kind == "paragraph" or end >= len(text):
+    if kind == "paragraph" or end >= len(text):
         return True
+    if kind == "wide":
+        return not _CARRIES_ON.match(text, end)
     if kind == "line":
-        # A single line break inside running text is only wrapping, unless a list item, heading or table row follows.
-        before = text[last : match.start()].rstrip()
+        if not wrapped:
+            return True
+        # A single line break in wrapped text is only layout, unless a list item, heading or table row follows.
+        before = text[max(last, match.start() - 20) : match.start()].rstrip()
         return before.endswith((":", "：", "|")) or bool(_NEXT_LINE_UNIT.match(text, end))
     following = text[end]
     if following.islower() and "\n" not in match.group():

@@ -27,13 +27,13 @@ CLOSING = "</documents>\n\n"
 GAP = " … "
 """Stands between two kept spans of one passage, so that a cut is visible."""
 
-_LINE_START = r"(?:^|(?<=[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]))"
+_LINE_START = r"(?:^|(?<=[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]))(?:[^\S\n]|[\u200b-\u200f\u2060\ufeff])*+"
 _FORGED = re.compile(
-    rf"(?P<label>{_LINE_START}[^\S\n]*\\*(?=\[\s*\d+\s*\]))|(?P<tag>[<＜]\s*\\*(?=\s*[/／]?\s*documents\b))",
+    rf"(?P<label>{_LINE_START}\\*+(?=\[\s*+\d++\s*+\]))|(?P<tag>[<＜]\s*+\\*+(?=\s*+[/／]?\s*+documents\b))",
     re.IGNORECASE,
 )
 _ESCAPED = re.compile(
-    rf"({_LINE_START}[^\S\n]*\\*)\\(?=\[\s*\d+\s*\])|([<＜]\s*\\*)\\(?=\s*[/／]?\s*documents\b)", re.IGNORECASE
+    rf"({_LINE_START})\\(?=\\*+\[\s*+\d++\s*+\])|([<＜]\s*+)\\(?=\\*+\s*+[/／]?\s*+documents\b)", re.IGNORECASE
 )
 
 

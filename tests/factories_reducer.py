@@ -57,7 +57,8 @@ class HashEncoder:
         for row, text in enumerate(texts):
             for word in re.findall(r"[\u2e80-\u9fff]|\w+", text.casefold()):
                 vectors[row, int.from_bytes(hashlib.blake2b(word.encode(), digest_size=4).digest()) % self._dim] += 1
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        rows: npt.NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        return rows
 
 
 class BrokenEncoder:

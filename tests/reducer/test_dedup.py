@@ -1,0 +1,134 @@
+"""Which passages are merged, into which survivor."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from factories_reducer import make_passages
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reducer.config import DedupConfig
+from reducer.dedup import choose_survivors, deduplicate
+from reducer.prompt import Passage
+from reducer.stage import Candidate
+
+PHYSICS = (
+    "The electron and the positron annihilate when they meet, and twice the rest energy of the electron, {} MeV, is set"
+    " free as two photons of equal energy that fly apart in opposite directions."
+)
+
+
+def candidates(passages: Sequence[Passage]) -> list[Candidate]:
+    return [Candidate(passage, position, 1, 1, (passage.id,)) for position, passage in enumerate(passages)]
+
+
+def merges(*passages: Passage, config: DedupConfig | None = None) -> dict[str, str | None]:
+    outcome = deduplicate(candidates(passages), config or DedupConfig())
+    return {gone.candidate.passage.id: gone.merged_into for gone in outcome.filtered}
+
+
+def test_exact_copies_are_one() -> None:
+    passages = make_passages("The  cat sat.", "the cat sat", "A dog ran.")
+    outcome = deduplicate(candidates(passages), DedupConfig())
+    assert [c.passage.id for c in outcome.kept] == ["d1", "d3"]
+    assert outcome.kept[0].sources == ("d1", "d2")
+    assert outcome.filtered[0].merged_into == "d1"
+
+
+def test_one_number_apart_keeps_both() -> None:
+    assert merges(*make_passages(PHYSICS.format("1.022"), PHYSICS.format("1.032"))) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("To {} two-factor login, open Settings, choose Security and press the switch beside the login method.",
+         ("enable", "disable")),
+        ("The plan costs {} dollars a year and covers five seats, support by mail and all updates.", ("240", "480")),
+        ("The travel policy of {} allows economy class on flights under six hours for all staff.", ("2025", "2026")),
+        ("三月一日，公司宣布新任首席执行官为{}，任期三年，董事会主席继续担任执行董事。", ("杨利娟", "李利娟")),
+        ("Der Mietvertrag ist {} kündbar, wenn beide Parteien schriftlich zugestimmt haben.", ("jederzeit", "nicht")),
+    ],
+)  # fmt: skip
+def test_opposite_or_other_facts_keep_both(text: str, changed: tuple[str, str]) -> None:
+    assert merges(*make_passages(text.format(changed[0]), text.format(changed[1]))) == {}
+
+
+def test_wrapped_copy_survives_because_it_contains_the_other() -> None:
+    text = PHYSICS.format("1.022")
+    wrapped = f"Home > Physics\nShare this page\n\n{text}\n\nPrivacy policy"
+    assert merges(*make_passages(text, wrapped)) == {"d1": "d2"}
+
+
+def test_html_copy_is_the_same() -> None:
+    assert merges(*make_passages(PHYSICS.format(1), f"<p>{PHYSICS.format(1)}</p>")) in ({"d1": "d2"}, {"d2": "d1"})
+
+
+def test_table_as_html_and_as_markdown_counts_once() -> None:
+    markdown = "| part | price |\n|---|---|\n| bolt | 3 |\n| nut | 4 |\n| washer | 5 |"
+    rows = [["part", "price"], ["bolt", "3"], ["nut", "4"], ["washer", "5"]]
+    html = "<table>" + "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows) + "</table>"
+    assert len(merges(*make_passages(markdown, html))) == 1
+
+
+def test_other_title_keeps_both() -> None:
+    text = "The fee is 20 dollars for members and 30 dollars for everybody else."
+    assert (
+        merges(Passage(id="a", text=text, title="Policy 2025"), Passage(id="b", text=text, title="Policy 2026")) == {}
+    )
+
+
+def test_higher_score_survives_then_longer_text_then_smaller_id() -> None:
+    assert merges(Passage(id="a", text="The cat sat.", score=1), Passage(id="b", text="the cat sat", score=2)) == {
+        "a": "b"
+    }
+    assert merges(Passage(id="a", text="The cat sat"), Passage(id="b", text="The cat sat.")) == {"a": "b"}
+    assert merges(Passage(id="b", text="The cat sat."), Passage(id="a", text="The cat sat.")) == {"b": "a"}
+
+
+def test_no_chains() -> None:
+    # 0 may go into 1, 1 into 2, but 0 not into 2: 1 must not drag 0 along.
+    assert choose_survivors({0: {1}, 1: {2}, 2: set()}) == {0: 1}
+    assert choose_survivors({0: {1, 2}, 1: {2}, 2: set()}) == {0: 2, 1: 2}
+
+
+def test_two_hundred_records_in_one_template_all_stay() -> None:
+    rng = random.Random(7)
+    foods = ["rice", "beans", "squash", "leek", "tofu", "salmon", "egg", "kale", "lentil", "oat", "plum", "corn"]
+    recipes = [
+        f"Recipe number {n}. Ingredients: {', '.join(rng.sample(foods, 4))}. Put everything into a pot, add water and"
+        f" salt, stir well and let it cook for {rng.randint(5, 90)} minutes. Serve warm. Enjoy your meal!"
+        for n in range(200)
+    ]
+    assert merges(*make_passages(*recipes)) == {}
+
+
+def test_disabled_keeps_all() -> None:
+    assert merges(*make_passages("same", "same"), config=DedupConfig(enabled=False)) == {}
+
+
+def test_empty_passages_are_not_merged() -> None:
+    assert merges(*make_passages("", "", " ")) == {}
+
+
+PARTS = ["The fee is 20 dollars.", "the fee is 20 dollars", "It opened in 1990.", "It opened in 1991.", "Home > Fees\n"]
+
+
+@given(st.lists(st.lists(st.sampled_from(PARTS), min_size=1, max_size=3), min_size=2, max_size=7), st.randoms())
+def test_order_of_the_request_does_not_choose_survivors(texts: list[list[str]], rng: random.Random) -> None:
+    passages = list(make_passages(*("\n".join(parts) for parts in texts)))
+    expected = merges(*passages)
+    rng.shuffle(passages)
+    assert merges(*passages) == expected
+
+
+@given(st.lists(st.lists(st.sampled_from(PARTS), min_size=1, max_size=3), min_size=2, max_size=7))
+def test_merged_passages_point_at_survivors_and_sources_add_up(texts: list[list[str]]) -> None:
+    passages = make_passages(*("\n".join(parts) for parts in texts))
+    outcome = deduplicate(candidates(passages), DedupConfig())
+    kept = {c.passage.id: c for c in outcome.kept}
+    for gone in outcome.filtered:
+        assert gone.merged_into in kept
+        assert gone.candidate.passage.id in kept[str(gone.merged_into)].sources
+    assert sorted(source for c in outcome.kept for source in c.sources) == sorted(p.id for p in passages)
