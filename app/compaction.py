@@ -75,6 +75,11 @@ class Compactor:
         self._encoder = encoder
         self._reducer_configs = {name: settings.reducer_config(name) for name in settings.policy_names}
 
+    def warm_up(self) -> None:
+        """Renders one prompt, so that no request pays for what tokenizer and template build on first use."""
+        self._prompt_encoder.count_prompt([{"role": "user", "content": "warm-up"}])
+        assert self._prompt_encoder.max_token_bytes > 0, "a token has at least one byte"
+
     def choose_policy(self, request: CompletionRequest, principal: Principal) -> ChosenPolicy:
         """The request's policy, else the tenant's. Raises ``InvalidRequestError`` naming those that exist."""
         name = request.overrides.policy or principal.tenant.policy

@@ -63,18 +63,22 @@ class Gateway:
                     await self.backend.close()
                     raise outcome
             assert not isinstance(encoder, BaseException), "failures were raised above"
-            self._chat_service = self._make_chat_service(encoder)
+            compactor = Compactor(self.settings, self.backend.encoder, self.backend.info.max_model_len, encoder)
+            await self.workers.run(compactor.warm_up)
+            self._chat_service = self._make_chat_service(compactor)
 
     async def close(self) -> None:
         """Ends the backend and drops what waits for a thread. May be called twice."""
         await self.backend.close()
         self.workers.close()
 
-    def _make_chat_service(self, encoder: Encoder | None) -> ChatService:
-        settings, info = self.settings, self.backend.info
+    def _make_chat_service(self, compactor: Compactor) -> ChatService:
+        settings = self.settings
         chunk = settings.engine.scheduler.long_prefill_token_threshold
         step = settings.engine.scheduler.max_num_batched_tokens
-        cost_model = PrefillCostModel.from_model_info(info, max_tokens_per_step=min(chunk, step) if chunk else step)
+        cost_model = PrefillCostModel.from_model_info(
+            self.backend.info, max_tokens_per_step=min(chunk, step) if chunk else step
+        )
         objective = TtftObjective(cost_model)
         self.metrics.registry.register(
             EngineCollector(self.served_model.name, lambda: self.backend.stats, lambda: self.backend.is_alive)
@@ -83,7 +87,7 @@ class Gateway:
         self.metrics.receipts.set_function(lambda: len(self.receipts))
         return ChatService(
             backend=self.backend,
-            compactor=Compactor(settings, self.backend.encoder, info.max_model_len, encoder),
+            compactor=compactor,
             workers=self.workers,
             admission=self.admission,
             receipts=self.receipts,

@@ -17,7 +17,7 @@ from app.asgi import create_app
 from app.backends.base import BackendRequest
 from app.settings import EncoderSettings, KeySettings, Settings, TenantSettings
 from engine.errors import EngineDeadError
-from engine.outputs import EngineStats, ModelInfo, RequestOutput, RequestTimings
+from engine.outputs import EngineStats, FinishReason, ModelInfo, RequestOutput, RequestTimings
 
 ACME_KEY = "sk-acme-demo"
 GLOBEX_KEY = "sk-globex-demo"
@@ -61,7 +61,7 @@ def make_model_info(**changes: Any) -> ModelInfo:
 
 
 class ByteEncoder:
-    """One token a byte; a message is ``<role>content``, tools are JSON in front, the prompt ends with ``<assistant>``."""
+    """One token a byte; a message is ``<role>content``, tools are JSON in front, ``<assistant>`` is at the end."""
 
     max_token_bytes = 1
 
@@ -147,7 +147,7 @@ class EchoBackend:
             for index, word in enumerate(words):
                 await asyncio.sleep(self.step_s)
                 is_last = index == len(words) - 1
-                reason = ("length" if is_cut else "stop") if is_last else None
+                reason: FinishReason | None = ("length" if is_cut else "stop") if is_last else None
                 if self.fail_after is not None and index >= self.fail_after:
                     reason = "error"
                 has_ended = reason is not None

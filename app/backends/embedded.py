@@ -1,9 +1,9 @@
 """The embedded engine as a backend: prompts are encoded here, computed in the engine's own process."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from app.backends.base import BackendRequest, PromptEncoder
 from app.workers import WorkerPool
@@ -107,7 +107,7 @@ class EmbeddedBackend:
             )
         )
         # Closing the client's iterator aborts in the engine; it does so without waiting, so that a cancelled task can.
-        async with aclosing(cast("AsyncGenerator[RequestOutput, None]", outputs)):
+        async with aclosing(outputs):
             async for output in outputs:
                 yield output
 

@@ -27,8 +27,8 @@ MAX_TENANTS_SHOWN = 5
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Configuration; default $FIRSTTOKEN_CONFIG.")
 def serve(file: Path | None) -> None:
     """Start the gateway on the embedded engine."""
-    # Threads of the encoder and of the engine, which inherits this, share the cores: where they spin while they wait for
-    # each other, a step takes 6 to 50 times as long as with sleeping threads. OpenMP reads it when torch is loaded.
+    # Threads of the encoder and of the engine, which inherits this, share the cores: where they spin while they wait
+    # for each other, a step takes 6 to 50 times as long as with sleeping threads. OpenMP reads it when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     settings, source = load_settings(file)
     configure_logging(settings.logging)

@@ -14,7 +14,9 @@ def write(path: Path, text: str) -> Path:
     return file
 
 
-def test_without_a_file_the_shipped_example_serves_acme_and_globex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_file_the_shipped_example_serves_acme_and_globex(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     settings, source = load_settings(environ={})
     assert source == "example configuration"

@@ -27,7 +27,7 @@ def principal(key: str = ACME_KEY) -> Principal:
 
 
 def make_store(clock: Clock | None = None, **settings: int) -> ReceiptStore:
-    return ReceiptStore(ReceiptSettings(**settings), clock or Clock())
+    return ReceiptStore(msgspec.structs.replace(ReceiptSettings(), **settings), clock or Clock())
 
 
 def test_only_the_own_tenant_reads_a_receipt_and_others_learn_nothing() -> None:

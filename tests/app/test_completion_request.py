@@ -1,0 +1,166 @@
+"""Request bodies: what is accepted, and errors that name the field."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from factories_app import make_body, user
+
+from app.completion_request import CompletionRequest, read_completion
+from app.errors import InvalidRequestError
+
+
+def read(**fields: Any) -> CompletionRequest:
+    return read_completion(msgspec.json.encode(make_body(**fields)))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "empty"),
+        (b"not json", "not valid JSON"),
+        (b'{"a":', "not valid JSON"),
+        (b'{"a":"\xff"}', "not valid JSON"),
+        (b'{"a":NaN}', "not valid JSON"),
+        (b"[]", "must be a JSON object, got array"),
+        (b"null", "must be a JSON object, got null"),
+        (b'"text"', "must be a JSON object, got string"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        read_completion(body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"messages": None}, "messages", "Expected `array`, got `null`"),
+        ({"messages": "hi"}, "messages", "Expected `array`, got `str`"),
+        ({"messages": ["hi"]}, "messages[0]", "Expected `object`, got `str`"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role", "required field is missing"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", "must be one of developer, system"),
+        ({"messages": [{"role": 3, "content": "hi"}]}, "messages[0].role", "got `int`"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "got null"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got `int`"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]", "got `int`"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type", "missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing"),
+        (
+            {"messages": [user("a"), {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[1].content[0]",
+            "image parts are not supported",
+        ),
+        ({"max_tokens": 0}, "max_tokens", "got 0"),
+        ({"max_tokens": -5}, "max_tokens", "got -5"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "got 0"),
+        ({"max_tokens": "many"}, "max_tokens", "got `str`"),
+        ({"max_tokens": True}, "max_tokens", "got `bool`"),
+        ({"temperature": 2.5}, "temperature", "<= 2.0, got 2.5"),
+        ({"temperature": -0.1}, "temperature", "got -0.1"),
+        ({"top_p": 0}, "top_p", "got 0"),
+        ({"top_p": 1.1}, "top_p", "got 1.1"),
+        ({"top_k": -2}, "top_k", "got -2"),
+        ({"seed": 2**63}, "seed", "got"),
+        ({"n": 2}, "n", "only 1 is supported, got 2"),
+        ({"n": 0}, "n", "got 0"),
+        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"stop": [""]}, "stop", "empty string"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16 strings, got 17"),
+        ({"stop": [3]}, "stop[0]", "got `int`"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "got 3"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", "got `str`"),
+        ({"documents": "text"}, "documents", "Expected `array | null`, got `str`"),
+        ({"documents": ["text"]}, "documents[0]", "got `str`"),
+        ({"documents": [{"id": "a", "text": "x"}, {"id": "b"}]}, "documents[1].text", "missing"),
+        ({"documents": [{"id": "a", "text": None}]}, "documents[0].text", "got `null`"),
+        ({"documents": [{"id": "", "text": "x"}]}, "documents[0].id", "length >= 1"),
+        ({"documents": [{"id": 7, "text": "x"}]}, "documents[0].id", "got `int`"),
+        ({"documents": [{"id": "a", "text": "x", "acl": "staff"}]}, "documents[0].acl", "got `str`"),
+        ({"documents": [{"id": "a", "text": "x", "score": "high"}]}, "documents[0].score", "got `str`"),
+        (
+            {"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]},
+            "documents[1].id",
+            "documents[0] as well",
+        ),
+        ({"firsttoken": {"polcy": "x"}}, "firsttoken.polcy", "unknown"),
+        ({"firsttoken": {"max_input_tokens": 0}}, "firsttoken.max_input_tokens", "got 0"),
+        ({"firsttoken": {"ttft_slo_ms": 0}}, "firsttoken.ttft_slo_ms", "got 0"),
+        ({"firsttoken": {"bypass": "yes"}}, "firsttoken.bypass", "got `str`"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(**fields)
+    assert caught.value.param == param
+    assert message in str(caught.value)
+
+
+def test_unknown_fields_stay_where_they_were() -> None:
+    request = read(
+        messages=[{"role": "user", "content": "hi", "x_note": {"a": [1, 2.50]}}],
+        x_custom={"nested": True},
+        reasoning_effort="low",
+    )
+    assert request.parts.messages[0]["x_note"] == {"a": [1, 2.5]}
+    assert request.raw["x_custom"] == {"nested": True}
+    assert request.raw["reasoning_effort"] == "low"
+
+
+def test_turns_without_content_are_accepted_from_the_assistant() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        user("hi"),
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        user("and?"),
+    ]
+    assert read(messages=turns).parts.messages == tuple(turns)
+
+
+def test_text_parts_are_kept_as_parts() -> None:
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read(messages=[{"role": "user", "content": content}]).parts.messages[0]["content"] == content
+
+
+def test_documents_without_an_id_are_named_after_their_place_and_never_twice() -> None:
+    documents = [{"text": "x"}, {"id": "doc-2", "text": "y"}, {"text": "z"}]
+    assert [passage.id for passage in read(documents=documents).parts.passages] == ["doc-0", "doc-2", "doc-2'"]
+
+
+def test_an_absent_acl_is_unlabelled_and_an_empty_one_is_nobody() -> None:
+    passages = read(documents=[{"text": "x"}, {"text": "y", "acl": []}, {"text": "z", "acl": ["a"]}]).parts.passages
+    assert [passage.acl for passage in passages] == [None, (), ("a",)]
+
+
+def test_null_is_the_same_as_absent_for_optional_fields() -> None:
+    names = ("documents", "firsttoken", "tools", "stop", "n", "max_tokens", "temperature", "seed", "stream_options")
+    assert read(**dict.fromkeys(names)).parts == read().parts
+
+
+def test_the_newer_name_of_max_tokens_wins() -> None:
+    assert read(max_tokens=10, max_completion_tokens=20).max_tokens == 20
+    assert read(max_tokens=10).max_tokens == 10
+    assert read().max_tokens is None
+
+
+def test_sampling_takes_openai_defaults_and_the_given_values() -> None:
+    sampling = read().sampling(7)
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.stop) == (7, 1.0, 1.0, ())
+    sampling = read(temperature=0, top_p=0.5, top_k=3, seed=11, stop="END", ignore_eos=True).sampling(7)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.0, 0.5, 3, 11)
+    assert (sampling.stop, sampling.ignore_eos) == (("END",), True)
+
+
+def test_fields_that_the_engine_does_not_know_are_listed_only_where_they_change_something() -> None:
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "repetition_penalty": 1.0}
+    assert read(**neutral, response_format={"type": "text"}, tool_choice="auto").ignored == ()
+    assert read(frequency_penalty=0.5, response_format={"type": "json_object"}).ignored == (
+        "frequency_penalty",
+        "response_format",
+    )

@@ -1,0 +1,116 @@
+"""Metrics and logs: names that dashboards know, bounded series, no prompt text."""
+
+import io
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+from factories_app import EchoBackend, bearer, make_app, make_body, make_documents, make_key, make_settings
+from litestar.testing import AsyncTestClient
+
+from app.logs import configure_logging
+from app.observability import length_bucket
+from app.settings import LoggingSettings, Settings, TenantSettings
+
+URL = "/v1/chat/completions"
+
+
+def series(text: str) -> dict[str, float]:
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+async def test_a_completion_is_measured_under_vllms_names() -> None:
+    async with AsyncTestClient(make_app()) as http:
+        answer = (await http.post(URL, json=make_body(documents=make_documents(9)), headers=bearer())).json()
+        response = await http.get("/metrics")
+    metrics = series(response.text)
+    label = '{model_name="default"}'
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert metrics[f"firsttoken_prompt_tokens_total{label}"] == answer["usage"]["prompt_tokens"]
+    assert metrics[f"firsttoken_generation_tokens_total{label}"] == 4
+    assert metrics[f"firsttoken_saved_prompt_tokens_total{label}"] == answer["firsttoken"]["saved_tokens"]
+    assert metrics['firsttoken_request_success_total{finished_reason="stop",model_name="default"}'] == 1
+    assert metrics[f"firsttoken_inter_token_latency_seconds_count{label}"] == 3
+    assert metrics[f"firsttoken_e2e_request_latency_seconds_count{label}"] == 1
+    assert metrics[f"firsttoken_request_queue_time_seconds_sum{label}"] == pytest.approx(0.001)
+    assert metrics[f"firsttoken_request_decode_time_seconds_sum{label}"] == pytest.approx(0.006)
+    assert metrics[f"firsttoken_request_time_per_output_token_seconds_sum{label}"] == pytest.approx(0.002)
+    assert metrics['firsttoken_time_to_first_token_seconds_count{length_bucket="medium",model_name="default"}'] == 1
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "engine_alive"):
+        assert f"firsttoken_{gauge}{label}" in metrics
+    assert not any(name.startswith("vllm") for name in metrics)
+
+
+async def test_errors_are_counted_by_status_and_code() -> None:
+    async with AsyncTestClient(make_app()) as http:
+        await http.post(URL, json=make_body(model="gpt-9"), headers=bearer())
+        await http.get("/nowhere")
+        metrics = series((await http.get("/metrics")).text)
+    name = 'firsttoken_request_errors_total{code="%s",model_name="default",status="404"}'
+    assert metrics[name % "model_not_found"] == metrics[name % "unknown_url"] == 1
+
+
+async def test_no_series_grows_with_tenants_requests_or_documents() -> None:
+    tenants = {f"tenant-{i}": TenantSettings(keys=(make_key(f"sk-{i}"),)) for i in range(40)}
+    settings = Settings(tenants=tenants, encoder=make_settings().encoder)
+    counts = []
+    async with AsyncTestClient(make_app(settings)) as http:
+        for i in range(40):
+            await http.post(URL, json=make_body(documents=make_documents(3)), headers=bearer(f"sk-{i}"))
+            counts.append(len(series((await http.get("/metrics")).text)))
+        text = (await http.get("/metrics")).text
+    assert counts[-1] == counts[1]
+    assert "tenant-" not in text
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "bucket"),
+    [(1, "short"), (512, "short"), (513, "medium"), (2048, "medium"), (8192, "long"), (8193, "very_long")],
+)
+def test_length_buckets(num_tokens: int, bucket: str) -> None:
+    assert length_bucket(num_tokens) == bucket
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What the gateway logs while a test runs."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    stream = io.StringIO()
+    configure_logging(LoggingSettings(), stream)
+    yield stream
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+async def test_logs_are_json_lines_with_ids_and_numbers_but_no_text(log: io.StringIO) -> None:
+    secret = "xyzzy-plugh"
+    documents = [{"id": f"{secret}-id", "text": f"{secret} document", "title": secret}]
+    async with AsyncTestClient(make_app(backend=EchoBackend(reply=f"{secret} answer"))) as http:
+        headers = bearer() | {"x-request-id": "abc"}
+        await http.post(URL, json=make_body(f"{secret} question", documents=documents), headers=headers)
+        await http.post(URL, json=make_body(secret, temperature=9, stop=secret), headers=headers)
+        await http.post(URL, json={"model": secret, "messages": []}, headers=headers)
+    lines: list[dict[str, Any]] = [msgspec.json.decode(line) for line in log.getvalue().splitlines()]
+    own = [line for line in lines if line["logger"].startswith("firsttoken")]
+    assert [line["event"] for line in own] == ["compaction", "completion", "request_refused", "request_refused"]
+    assert {line["request_id"] for line in own} == {"abc"}
+    assert own[0]["tenant"] == "acme"
+    assert own[1]["prompt_tokens"] == own[0]["prompt_tokens"]
+    assert secret not in log.getvalue()
+
+
+async def test_an_unexpected_error_is_logged_with_its_trace_and_told_without_it(log: io.StringIO) -> None:
+    backend = EchoBackend(start_error=ZeroDivisionError("a detail of ours"))
+    async with AsyncTestClient(make_app(backend=backend)) as http:
+        response = await http.post(URL, json=make_body(), headers=bearer())
+    assert response.status_code == 500
+    assert "a detail of ours" not in response.text
+    [line] = [msgspec.json.decode(line) for line in log.getvalue().splitlines() if "request_failed" in line]
+    assert "ZeroDivisionError" in line["exception"]
+    assert line["request_id"] == response.headers["x-request-id"]
