@@ -1,0 +1,63 @@
+"""The tensors that hold keys and values, in blocks that the scheduler hands out by number."""
+
+import torch
+
+from engine.config import CacheConfig
+from engine.cpu_runtime import lazy_zeros
+from engine.errors import ModelError
+from engine.model_spec import ModelSpec
+
+_GIB = 1 << 30
+
+
+class KVCache:
+    """Keys and values of all layers; block ``b`` of a sequence is block ``b`` in every layer."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Reserve the memory; the operating system gives it page by page as blocks are first used."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        # Zeros, not empty: masked values are multiplied with weight 0, and 0 * NaN would be NaN.
+        self.layers = [lazy_zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        """Per layer (2, num_blocks, block_size, num_kv_heads, head_dim), keys first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all blocks."""
+        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+
+    def clear_non_finite(self, block_ids: list[int]) -> None:
+        """Zero what is not finite in some blocks, so that it cannot reach the other sequences that will use them."""
+        for layer in self.layers:
+            layer[:, block_ids] = torch.nan_to_num(layer[:, block_ids], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers: ``2 * L * H_kv * D_head * block_size * itemsize``."""
+    return spec.num_kv_values_per_token * block_size * dtype.itemsize
+
+
+def num_kv_blocks(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
+    """Blocks of the pool: as configured, else as many as fit into ``memory_gib``.
+
+    Raises:
+        ModelError: not even one block fits.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    block_bytes = kv_block_bytes(spec, cache.block_size, dtype)
+    num_blocks = int(cache.memory_gib * _GIB) // block_bytes
+    if num_blocks < 1:
+        raise ModelError(
+            f"memory_gib {cache.memory_gib} holds no KV block of {cache.block_size} tokens ({block_bytes} bytes)"
+        )
+    return num_blocks

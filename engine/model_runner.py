@@ -1,0 +1,178 @@
+"""Computes the steps that the scheduler plans: tensors in, forward pass, sampled tokens out."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from engine.config import DType, EngineConfig
+from engine.cpu_runtime import configure_cpu_runtime
+from engine.errors import ModelError
+from engine.input_batch import InputBatch
+from engine.kv_cache import KVCache, num_kv_blocks
+from engine.models.registry import load_model
+from engine.outputs import ModelInfo
+from engine.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
+from engine.weights import open_checkpoint, weights_digest
+from kernels.attention import get_attention_backend
+from kernels.capabilities import default_dtype
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WARM_UP_TOKENS = 160
+
+
+class ModelRunner:
+    """One model, its weights and its KV cache. Belongs to one thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        attention_backend: str | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Load the weights, reserve the KV cache, and compute a few tokens so that the first request need not wait.
+
+        Args:
+            config: dtype, window, cache size and threads are read from it.
+            model_path: folder or file, as ``resolve_model`` returns it.
+            attention_backend: a name of ``kernels.attention``; ``None`` takes the fastest.
+            device: where weights and cache live.
+
+        Raises:
+            ModelError: the model cannot be read, is not supported, or does not fit the configuration.
+        """
+        configure_cpu_runtime(config.num_threads)
+        self.device = torch.device(device)
+        self.dtype = resolve_dtype(config.model.dtype, self.device)
+        checkpoint = open_checkpoint(model_path)
+        self.spec = checkpoint.spec
+        self.max_model_len = _resolve_max_model_len(config.model.max_model_len, self.spec.max_position, model_path)
+        self._attention = get_attention_backend(attention_backend, device=self.device, dtype=self.dtype)
+        self._model = load_model(checkpoint, self._attention, dtype=self.dtype, device=self.device)
+        self._sampler = Sampler(self.device)
+        self.kv_cache = KVCache(
+            self.spec,
+            num_blocks=num_kv_blocks(self.spec, config.cache, self.dtype),
+            block_size=config.cache.block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.info = ModelInfo(
+            model=str(model_path),
+            architecture=self.spec.architecture,
+            dtype=next(name for name, dtype in _DTYPES.items() if dtype == self.dtype),
+            num_parameters=sum(slot.numel() for slot in self._model.weight_slots().values()),
+            max_model_len=self.max_model_len,
+            vocab_size=self.spec.vocab_size,
+            num_layers=self.spec.num_layers,
+            num_heads=self.spec.num_heads,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            hidden_size=self.spec.hidden_size,
+            intermediate_size=self.spec.intermediate_size,
+            block_size=self.kv_cache.block_size,
+            num_blocks=self.kv_cache.num_blocks,
+            weights_digest=weights_digest(model_path),
+            attention_backend=self._attention.name,
+        )
+        self._warm_up()
+
+    @torch.inference_mode()
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step.
+
+        Returns:
+            A token for every sequence that needs one, or under ``failed`` the reason why it has none.
+        """
+        if not scheduler_output.scheduled:
+            return ModelRunnerOutput(sampled={})
+        batch = InputBatch.from_scheduler_output(
+            scheduler_output, block_size=self.kv_cache.block_size, device=self.device
+        )
+        logits = self._forward(batch, self.kv_cache)
+        if not batch.sampled:
+            return ModelRunnerOutput(sampled={})
+        is_finite = torch.isfinite(logits).all(dim=-1).tolist()
+        if not all(is_finite):
+            return self._sample_finite(batch, logits, is_finite)
+        return ModelRunnerOutput(sampled=self._sample(batch.sampled, logits))
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits after every token of a prompt, computed in one step beside the served sequences.
+
+        Returns:
+            (num_tokens, vocab_size), fp32. For a window of 8,192 and a vocabulary of 49,152 that is 1.6 GB.
+        """
+        block_size = self.kv_cache.block_size
+        num_blocks = -(-len(token_ids) // block_size)
+        sequence = ScheduledSequence(
+            request_id="logits",
+            token_ids=list(token_ids),
+            start=0,
+            block_ids=list(range(num_blocks)),
+            sampling=SamplingParams(),
+            needs_sample=True,
+            num_output_tokens=0,
+        )
+        batch = InputBatch.from_scheduler_output(
+            SchedulerOutput(scheduled=[sequence]), block_size=block_size, device=self.device
+        )
+        scratch = KVCache(self.spec, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device)
+        return self._forward(batch, scratch, torch.arange(len(token_ids), device=self.device))
+
+    def _forward(self, batch: InputBatch, kv_cache: KVCache, output_rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of ``output_rows``, by default the rows to be sampled: (num_output_rows, vocab_size)."""
+        hidden = self._model.forward(
+            batch.token_ids,
+            batch.positions,
+            kv_cache,
+            self._attention.prepare(batch.metadata, dtype=self.dtype),
+            batch.output_rows if output_rows is None else output_rows,
+        )
+        return self._model.compute_logits(hidden)
+
+    def _sample(self, sequences: list[ScheduledSequence], logits: torch.Tensor) -> dict[str, int]:
+        tokens = self._sampler.sample(
+            logits,
+            [sequence.sampling for sequence in sequences],
+            [sequence.num_output_tokens for sequence in sequences],
+        )
+        return {sequence.request_id: token for sequence, token in zip(sequences, tokens, strict=True)}
+
+    def _sample_finite(self, batch: InputBatch, logits: torch.Tensor, is_finite: list[bool]) -> ModelRunnerOutput:
+        """Fail the sequences whose logits overflowed and leave no trace of them in blocks that others will use."""
+        failed = {}
+        for sequence, finite in zip(batch.sampled, is_finite, strict=True):
+            if not finite:
+                logger.error("%s has logits that are not finite", sequence.request_id)
+                failed[sequence.request_id] = f"the model's logits are not finite in {self.info.dtype}"
+                self.kv_cache.clear_non_finite(sequence.block_ids)
+        healthy = [sequence for sequence in batch.sampled if sequence.request_id not in failed]
+        sampled = self._sample(healthy, logits[torch.tensor(is_finite)]) if healthy else {}
+        return ModelRunnerOutput(sampled=sampled, failed=failed)
+
+    def _warm_up(self) -> None:
+        """The first call of each matrix product generates code for it."""
+        self.logits([0] * min(_WARM_UP_TOKENS, self.max_model_len))
+        self.logits([0])
+
+
+def resolve_dtype(name: DType, device: torch.device) -> torch.dtype:
+    """The torch dtype of a configured one; ``auto`` is bf16 where ``device`` computes it natively, else fp32."""
+    return default_dtype(device) if name == "auto" else _DTYPES[name]
+
+
+def _resolve_max_model_len(configured: int | None, max_position: int, model_path: Path) -> int:
+    if configured is None:
+        return max_position
+    if configured > max_position:
+        raise ModelError(f"max_model_len {configured} exceeds the {max_position} positions of {model_path}")
+    return configured

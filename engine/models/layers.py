@@ -1,0 +1,69 @@
+"""The building blocks of the models: linear layers, fused projections, and the frequencies of RoPE.
+
+They hold tensors and no autograd state. A model lists where each weight of the checkpoint goes, so that loading is one
+loop for all models and a fused projection is filled slice by slice::
+
+    qkv.weight    rows [0, q)            <- model.layers.0.self_attn.q_proj.weight
+                  rows [q, q + kv)       <- model.layers.0.self_attn.k_proj.weight
+                  rows [q + kv, ...)     <- model.layers.0.self_attn.v_proj.weight
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from engine.cpu_runtime import lazy_zeros
+from engine.model_spec import RopeSpec
+
+WeightSlots = dict[str, torch.Tensor]
+"""Name in the checkpoint to the memory that takes its values."""
+
+
+class Linear:
+    """``y = x W^T + b`` for one or several projections of the same input, which come out side by side."""
+
+    __slots__ = ("_sizes", "bias", "weight")
+
+    def __init__(
+        self, in_features: int, out_features: Sequence[int], *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate, to be filled; ``out_features`` has one entry per projection."""
+        self._sizes = list(out_features)
+        total = sum(self._sizes)
+        self.weight = lazy_zeros((total, in_features), dtype=dtype, device=device)
+        self.bias = lazy_zeros((total,), dtype=dtype, device=device) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (num_tokens, in_features). Returns (num_tokens, sum of out_features)."""
+        return F.linear(x, self.weight, self.bias)
+
+    def slots(self, *names: str) -> WeightSlots:
+        """Where the weights (and biases) of the named projections go, in the order of ``out_features``."""
+        slots = {
+            f"{name}.weight": part for name, part in zip(names, torch.split(self.weight, self._sizes), strict=True)
+        }
+        if self.bias is not None:
+            biases = torch.split(self.bias, self._sizes)
+            slots |= {f"{name}.bias": part for name, part in zip(names, biases, strict=True)}
+        return slots
+
+
+def rope_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair of elements: (head_dim / 2,), fp32.
+
+    ``llama3`` keeps the fast frequencies, divides the slow ones by ``factor``, and blends in between, judged by how
+    often a frequency turns within the positions of the pre-training.
+    """
+    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.frequency_divisors is not None:
+        inv_freq /= torch.tensor(rope.frequency_divisors, dtype=torch.float32)
+    if rope.type == "linear":
+        return inv_freq / rope.factor
+    if rope.type == "llama3":
+        num_turns = rope.original_max_position * inv_freq / (2 * math.pi)
+        kept = (num_turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return inv_freq * (kept + (1.0 - kept) / rope.factor)
+    return inv_freq
