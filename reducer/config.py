@@ -140,7 +140,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ReducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All stages of the reducer."""
 
-    min_prompt_tokens: int = 200
+    min_prompt_tokens: int = 100
     """A prompt that fits its budget and is no longer than this passes through: less than it costs is to be gained."""
     dedup: DedupConfig = DedupConfig()
     rank: RankConfig = RankConfig()
