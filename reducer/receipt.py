@@ -11,6 +11,7 @@ def decide_documents(
 ) -> list[PassageDecision]:
     """Decisions in request order. ``candidates`` are all readable passages as they entered the first stage."""
     decisions: dict[str, PassageDecision] = {}
+    received = {candidate.passage.id: candidate.num_tokens for candidate in candidates}
     for kept in selected:
         candidate = kept.candidate
         decisions[candidate.passage.id] = PassageDecision(
@@ -19,9 +20,9 @@ def decide_documents(
             reason=kept.reason,
             score=candidate.score,
             label=candidate.label,
-            tokens_before=candidate.num_tokens,
+            tokens_before=received[candidate.passage.id],
             tokens_after=kept.num_tokens,
-            spans=[(span.start, span.end) for span in kept.spans],
+            spans=[(span.start, span.end) for span in kept.received_spans],
             sources=list(candidate.sources),
         )
     for gone in filtered:
@@ -32,7 +33,7 @@ def decide_documents(
             action=gone.action,
             reason=gone.reason,
             score=candidate.score,
-            tokens_before=candidate.num_tokens,
+            tokens_before=received[candidate.passage.id],
             tokens_after=0,
             merged_into=gone.merged_into,
             sources=list(candidate.sources),

@@ -1,6 +1,7 @@
 """The values that travel between the stages: candidates on their way in, and what each stage let go and why."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -14,6 +15,62 @@ class Span(NamedTuple):
 
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanText:
+    """A text made of spans of a received text, and the way back to them.
+
+    Between two spans stands a joiner that is layout and belongs to neither: a line break where a tag ended a paragraph,
+    a bar between two cells. What is kept of the text is therefore always spans of the received one:
+
+        received  <p>Hello <b>world</b>.</p><p>Bye.</p>
+        text      Hello world.\nBye.       spans (3, 9) (12, 17) (21, 22) | (29, 33)
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    """Offsets into the received text, ascending."""
+    starts: tuple[int, ...]
+    """Where each span begins in ``text``."""
+
+    @classmethod
+    def join(cls, received: str, pieces: Iterable[tuple[str, Span]]) -> "SpanText":
+        """Build from ``(joiner before it, span)``; the joiner of the first piece is left out, touching spans are one."""
+        parts: list[str] = []
+        spans: list[Span] = []
+        starts: list[int] = []
+        length = 0
+        for joiner, span in pieces:
+            if span.end <= span.start:
+                continue
+            if spans and not joiner and spans[-1].end == span.start:
+                spans[-1] = Span(spans[-1].start, span.end)
+            else:
+                if spans:
+                    parts.append(joiner)
+                    length += len(joiner)
+                spans.append(span)
+                starts.append(length)
+            parts.append(received[span.start : span.end])
+            length += span.end - span.start
+        return cls("".join(parts), tuple(spans), tuple(starts))
+
+    def received_spans(self, kept: Iterable[Span]) -> tuple[Span, ...]:
+        """Spans of the received text for spans of this one; joiners vanish."""
+        found: list[Span] = []
+        for start, end in kept:
+            index = max(bisect_right(self.starts, start) - 1, 0)
+            while index < len(self.spans) and self.starts[index] < end:
+                offset = self.spans[index].start - self.starts[index]
+                low = max(start, self.starts[index]) + offset
+                high = min(end + offset, self.spans[index].end)
+                if low < high:
+                    if found and found[-1].end == low:
+                        low = found.pop().start
+                    found.append(Span(low, high))
+                index += 1
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +88,8 @@ class Candidate:
     """Ids it stands for, its own first."""
     score: float | None = None
     """Fused relevance, 0 to 1, from the rank stage on."""
+    cleaned: SpanText | None = None
+    """How the passage's text comes from the received one; ``None`` while it is the received text itself."""
 
     @property
     def label(self) -> str:
@@ -61,7 +120,13 @@ class Selected:
     @property
     def is_whole(self) -> bool:
         """Whether the whole text as received is kept."""
-        return self.spans == whole_spans(self.candidate.passage.text)
+        return self.candidate.cleaned is None and self.spans == whole_spans(self.candidate.passage.text)
+
+    @property
+    def received_spans(self) -> tuple[Span, ...]:
+        """The kept spans as offsets into the text as received."""
+        cleaned = self.candidate.cleaned
+        return self.spans if cleaned is None else cleaned.received_spans(self.spans)
 
 
 KeptT = TypeVar("KeptT")
