@@ -22,6 +22,8 @@ from app.workers import WorkerPool
 
 INLINE_BODY_BYTES = 16 * 1024
 """A smaller body is read on the event loop: handing it to a thread would cost more than reading it."""
+LARGE_BODY_BYTES = 256 * 1024
+"""A larger body is read and reduced in the thread for large jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ class ChatService:
     async def _read(self, body: bytes) -> CompletionRequest:
         if len(body) <= INLINE_BODY_BYTES:
             return read_completion(body)
-        return await self._workers.run(read_completion, body)
+        run = self._workers.run_large if len(body) > LARGE_BODY_BYTES else self._workers.run
+        return await run(read_completion, body)
 
     async def _reduce(self, arrival: Arrival, request: CompletionRequest) -> Compaction:
         principal, overrides = arrival.principal, request.overrides
@@ -105,7 +108,8 @@ class ChatService:
         budget = self._compactor.input_budget(
             request, principal, policy.settings, self._objective.max_input_tokens(objective_ms)
         )
-        compaction = await self._workers.run(
+        run = self._workers.run_large if len(arrival.body) > LARGE_BODY_BYTES else self._workers.run
+        compaction = await run(
             self._compactor.compact,
             request,
             principal,

@@ -1,4 +1,7 @@
-"""A bounded pool of threads for CPU-heavy work, so that the event loop stays free for streams."""
+"""A bounded pool of threads for CPU-heavy work, so that the event loop stays free for streams.
+
+Large jobs have a thread of their own: a few of them must not take every thread from the many small ones.
+"""
 
 import asyncio
 import contextlib
@@ -22,7 +25,8 @@ class WorkerPool:
     """
 
     def __init__(self, num_workers: int, max_pending_jobs: int) -> None:
-        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="firsttoken-worker")
+        self._small = ThreadPoolExecutor(num_workers, thread_name_prefix="firsttoken-worker")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-large")
         self._max_pending_jobs = max_pending_jobs
         self._num_pending = 0
 
@@ -33,18 +37,25 @@ class WorkerPool:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of ``function`` called in a thread. Raises ``OverloadedError`` when the pool is full."""
+        return await self._run(self._small, partial(function, *args, **kwargs))
+
+    async def run_large(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As ``run``, in the thread that large jobs share."""
+        return await self._run(self._large, partial(function, *args, **kwargs))
+
+    async def _run(self, executor: ThreadPoolExecutor, job: Callable[[], T]) -> T:
         if self._num_pending >= self._max_pending_jobs:
             raise OverloadedError(f"{self._num_pending} requests are waiting to be read already; retry later")
         loop = asyncio.get_running_loop()
-        context = contextvars.copy_context()
         self._num_pending += 1
-        future = self._executor.submit(partial(context.run, function, *args, **kwargs))
+        future = executor.submit(contextvars.copy_context().run, job)
         future.add_done_callback(partial(self._on_done, loop))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Drops what has not started; running jobs finish on their own."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._small, self._large):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def _on_done(self, loop: asyncio.AbstractEventLoop, _: Future[Any]) -> None:
         # Called in the worker's thread, or in the loop's where a job is cancelled before it starts.

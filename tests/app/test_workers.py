@@ -46,3 +46,14 @@ async def test_a_cancelled_caller_returns_at_once_and_a_waiting_job_never_runs()
     assert not ran.is_set()
     assert pool.num_pending == 0
     pool.close()
+
+
+async def test_large_jobs_leave_the_threads_of_small_ones_alone() -> None:
+    pool, gate = WorkerPool(1, 8), threading.Event()
+    large = [asyncio.ensure_future(pool.run_large(gate.wait, 5)) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    assert await asyncio.wait_for(pool.run(int, "7"), 1) == 7
+    assert pool.num_pending >= 3
+    gate.set()
+    await asyncio.gather(*large)
+    pool.close()
