@@ -1,0 +1,27 @@
+"""The gated activation against its formula."""
+
+import pytest
+import torch
+
+from kernels.silu_mul import silu_mul, silu_mul_ref
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 2), (5, 96), (129, 3072)])
+def test_silu_mul_agrees_with_the_formula(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    gate_up = (torch.randn(*shape) * 4).to(dtype)
+    actual = silu_mul(gate_up)
+    assert actual.shape == (shape[0], shape[1] // 2)
+    torch.testing.assert_close(actual.float(), silu_mul_ref(gate_up), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_silu_mul_leaves_its_input_alone() -> None:
+    gate_up = torch.randn(3, 8)
+    before = gate_up.clone()
+    silu_mul(gate_up)
+    assert torch.equal(gate_up, before)
+
+
+def test_silu_mul_refuses_an_odd_width() -> None:
+    with pytest.raises(AssertionError, match="got 7"):
+        silu_mul(torch.zeros(1, 7))
