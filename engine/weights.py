@@ -20,6 +20,8 @@ from engine.named_tensor import NamedTensor
 from engine.safetensors_weights import SafetensorsCheckpoint, safetensors_files
 
 _READ_BYTES = 1 << 22
+# Reading a smaller file takes no longer than looking up what it gave last time.
+_MIN_NOTED_BYTES = 16 << 20
 
 
 class Checkpoint(Protocol):
@@ -54,7 +56,7 @@ def weights_files(path: Path) -> list[Path]:
 def weights_digest(path: Path, cache_dir: Path | None = None) -> str:
     """SHA-256 over the weights of a model, as hex: of the file itself where it is a single one.
 
-    Reading gigabytes takes seconds, so the digest of each file is kept in ``cache_dir`` (by default the user's cache
+    Reading gigabytes takes seconds, so the digest of each large file is kept in ``cache_dir`` (by default the user's cache
     folder) under its path, size and modification time. A cache that cannot be written is no error.
 
     Raises:
@@ -91,9 +93,10 @@ def _file_digest(file: Path, cache_dir: Path) -> str:
     file = file.resolve()
     try:
         status = file.stat()
+        is_noted = status.st_size >= _MIN_NOTED_BYTES
         identity = [str(file), status.st_size, status.st_mtime_ns]
         note = cache_dir / "digests" / f"{hashlib.sha256(str(file).encode()).hexdigest()[:32]}.json"
-        known = _read_note(note)
+        known = _read_note(note) if is_noted else None
         if known is not None and known[0] == identity:
             return known[1]
         digest = hashlib.sha256()
@@ -102,7 +105,8 @@ def _file_digest(file: Path, cache_dir: Path) -> str:
                 digest.update(block)
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror or error}") from error
-    _write_note(note, [identity, digest.hexdigest()])
+    if is_noted:
+        _write_note(note, [identity, digest.hexdigest()])
     return digest.hexdigest()
 
 

@@ -1,0 +1,168 @@
+"""How tokens are chosen: filters, distribution, and what a seed promises."""
+
+import math
+
+import pytest
+import torch
+
+from engine.sampler import Sampler
+from engine.sampling_params import SamplingParams
+
+VOCAB_SIZE = 1000
+
+
+def _logits(num_rows: int = 1, *, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def _frequencies(logits: torch.Tensor, params: SamplingParams, num_draws: int = 4000) -> torch.Tensor:
+    """Observed shares of the tokens of one row of logits."""
+    sampler = Sampler()
+    counts = torch.zeros(logits.shape[-1])
+    batch = 500
+    for _ in range(num_draws // batch):
+        for token in sampler.sample(logits.expand(batch, -1), [params] * batch, [0] * batch):
+            counts[token] += 1
+    return counts / num_draws
+
+
+def _assert_distribution(frequencies: torch.Tensor, expected: torch.Tensor, num_draws: int = 4000) -> None:
+    """Within five standard deviations everywhere, and nothing where nothing may be."""
+    deviation = (expected * (1 - expected) / num_draws).sqrt()
+    assert ((frequencies - expected).abs() <= 5 * deviation + 1e-9).all()
+
+
+def test_greedy_takes_the_largest_logit_of_each_row() -> None:
+    logits = _logits(3)
+    greedy = SamplingParams(temperature=0.0)
+    assert Sampler().sample(logits, [greedy] * 3, [0, 1, 2]) == logits.argmax(dim=-1).tolist()
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    logits = _logits(1)
+    assert Sampler().sample(logits, [SamplingParams(temperature=1e-9)], [0]) == logits.argmax(dim=-1).tolist()
+
+
+def test_plain_sampling_follows_the_softmax() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    frequencies = _frequencies(logits, SamplingParams(temperature=1.0))
+    _assert_distribution(frequencies, logits[0].softmax(dim=-1))
+
+
+def test_temperature_divides_the_logits() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    frequencies = _frequencies(logits, SamplingParams(temperature=0.5))
+    _assert_distribution(frequencies, (logits[0] * 2).softmax(dim=-1))
+
+
+def test_top_k_leaves_the_k_most_likely_and_renormalises() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    frequencies = _frequencies(logits, SamplingParams(top_k=2))
+    expected = torch.tensor([0.0, 1 / (1 + math.exp(-1)), 0.0, 1 - 1 / (1 + math.exp(-1))])
+    _assert_distribution(frequencies, expected)
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    logits = _logits(1)
+    assert Sampler().sample(logits, [SamplingParams(top_k=1)], [0]) == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 4, 400])
+def test_top_k_of_the_whole_vocabulary_or_none_filters_nothing(top_k: int) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    frequencies = _frequencies(logits, SamplingParams(top_k=top_k))
+    _assert_distribution(frequencies, logits[0].softmax(dim=-1))
+
+
+def test_top_p_keeps_the_token_that_reaches_it_and_drops_the_next() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    frequencies = _frequencies(logits, SamplingParams(top_p=0.7))
+    _assert_distribution(frequencies, torch.tensor([0.625, 0.375, 0.0, 0.0]))
+
+
+def test_top_p_that_the_first_token_reaches_is_greedy() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    frequencies = _frequencies(logits, SamplingParams(top_p=0.49))
+    assert frequencies.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_top_p_applies_to_what_top_k_left() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    # after top_k 2 the first has 4/7 = 0.571, which reaches 0.55 alone; before, it has 0.4 and would not
+    frequencies = _frequencies(logits, SamplingParams(top_k=2, top_p=0.55))
+    assert frequencies.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_top_p_looks_at_the_whole_vocabulary_when_it_is_flat() -> None:
+    # 1,000 equal tokens: 256 candidates reach 0.256 of 0.9
+    logits = torch.zeros(1, VOCAB_SIZE)
+    frequencies = _frequencies(logits, SamplingParams(top_p=0.9), num_draws=20_000)
+    assert 850 < int((frequencies > 0).sum()) <= 900
+
+
+def test_rows_of_different_kinds_do_not_mix() -> None:
+    logits = _logits(5, seed=3)
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=1),
+        SamplingParams(temperature=0.7, seed=1),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(temperature=0.7, top_k=5, seed=2),
+    ]
+    together = Sampler().sample(logits, params, [0] * 5)
+    greedy = logits.argmax(dim=-1).tolist()
+    assert [together[row] for row in (0, 1, 3)] == [greedy[row] for row in (0, 1, 3)]
+    for row in (2, 4):
+        assert together[row] == Sampler().sample(logits[row : row + 1], [params[row]], [0])[0]
+    assert together[4] in logits[4].topk(5).indices.tolist()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(seed=7), SamplingParams(seed=7, top_k=50), SamplingParams(seed=7, top_p=0.9, temperature=1.5)],
+    ids=["plain", "top_k", "top_p"],
+)
+def test_seeded_row_is_the_same_alone_and_in_any_batch(params: SamplingParams) -> None:
+    logits = _logits(8, seed=5)
+    others = [SamplingParams(seed=row) if row % 2 else SamplingParams(top_k=10) for row in range(8)]
+    for index in range(20):
+        alone = Sampler().sample(logits[3:4], [params], [index])
+        batch = Sampler().sample(logits, [*others[:3], params, *others[4:]], [9, 9, 9, index, 9, 9, 9, 9])
+        assert batch[3] == alone[0]
+
+
+def test_seeded_choice_hardly_reacts_to_rounding() -> None:
+    logits = _logits(400, seed=8)
+    params = [SamplingParams(seed=row) for row in range(400)]
+    first = Sampler().sample(logits, params, [0] * 400)
+    second = Sampler().sample(logits + 1e-5 * torch.randn_like(logits), params, [0] * 400)
+    assert first == second
+
+
+def test_seed_and_index_both_change_the_choice() -> None:
+    logits = _logits(1, spread=1.0).expand(50, -1)
+    by_seed = Sampler().sample(logits, [SamplingParams(seed=seed) for seed in range(50)], [0] * 50)
+    by_index = Sampler().sample(logits, [SamplingParams(seed=0)] * 50, list(range(50)))
+    assert len(set(by_seed)) > 40
+    assert len(set(by_index)) > 40
+
+
+def test_seeded_tokens_of_many_indices_follow_the_softmax() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    tokens = Sampler().sample(logits.expand(4000, -1), [SamplingParams(seed=11)] * 4000, list(range(4000)))
+    _assert_distribution(torch.bincount(torch.tensor(tokens), minlength=4) / 4000, logits[0].softmax(dim=-1))
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**63, -(2**70), 2**200])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    logits = _logits(1)
+    params = [SamplingParams(seed=seed)]
+    assert Sampler().sample(logits, params, [0]) == Sampler().sample(logits, params, [0])
+
+
+def test_unseeded_draws_differ() -> None:
+    logits = torch.zeros(100, VOCAB_SIZE)
+    sampler = Sampler()
+    first = sampler.sample(logits, [SamplingParams()] * 100, [0] * 100)
+    assert first != sampler.sample(logits, [SamplingParams()] * 100, [0] * 100)
+    assert len(set(first)) > 80
