@@ -13,6 +13,7 @@ ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -136,10 +137,10 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

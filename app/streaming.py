@@ -5,7 +5,7 @@ and no ``[DONE]``, so that nobody takes the part for the whole.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Send
 
 from app.answers import extension_of, usage_of
-from app.errors import answer_of
+from app.errors import GenerationError, answer_of
 from app.generation import Generation
 from app.http_io import cancel_and_wait, disconnected
 
@@ -64,7 +64,7 @@ class ChunkEncoder:
         return self._head + b',"choices":[' + choice + b"]" + self._tail
 
 
-async def completion_events(generation: Generation, model: str, *, includes_usage: bool) -> AsyncIterator[bytes]:
+async def completion_events(generation: Generation, model: str, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:
     """The events of a started generation, to the end or to the error that breaks it off."""
     chunks = ChunkEncoder(generation, model, includes_usage=includes_usage)
     yield chunks.role()
@@ -85,7 +85,14 @@ def error_event(error: Exception, generation: Generation) -> bytes:
     """The frame that ends a broken stream."""
     log = structlog.get_logger("firsttoken.requests")
     answer = answer_of(error)
-    log.error("stream_broken", request_id=generation.request_id, error=type(error).__name__, status=answer.status)
+    is_bug = answer.status == 500 and not isinstance(error, GenerationError)
+    log.error(
+        "stream_broken",
+        request_id=generation.request_id,
+        error=type(error).__name__,
+        status=answer.status,
+        exc_info=error if is_bug else None,
+    )
     return b"data: " + answer.body() + b"\n\n"
 
 
@@ -94,7 +101,7 @@ class ASGIEventStream(ASGIResponse):
 
     _should_set_content_length = False
 
-    def __init__(self, *, generation: Generation, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+    def __init__(self, *, generation: Generation, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         super().__init__(headers={**HEADERS, **headers}, media_type="text/event-stream")
         self._generation = generation
         self._events = events
@@ -117,6 +124,7 @@ class ASGIEventStream(ASGIResponse):
                 sender.result()
         finally:
             await cancel_and_wait(sender, watcher)
+            await self._events.aclose()
             await self._generation.aclose()
 
     async def _send_events(self, send: Send) -> None:

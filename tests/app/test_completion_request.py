@@ -1,13 +1,17 @@
 """Request bodies: what is accepted, and errors that name the field."""
 
+import contextlib
 from typing import Any
 
 import msgspec
 import pytest
 from factories_app import make_body, user
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.completion_request import CompletionRequest, read_completion
 from app.errors import InvalidRequestError
+from app.schemas import CompletionBody
 
 
 def read(**fields: Any) -> CompletionRequest:
@@ -164,3 +168,23 @@ def test_fields_that_the_engine_does_not_know_are_listed_only_where_they_change_
         "frequency_penalty",
         "response_format",
     )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted(CompletionBody.__struct_fields__)
+
+
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3))
+def test_any_json_in_any_field_is_read_or_refused_as_a_callers_mistake(fields: dict[str, Any]) -> None:
+    with contextlib.suppress(InvalidRequestError):
+        read_completion(msgspec.json.encode(make_body() | fields)).sampling(1)
+
+
+@given(body=st.binary(max_size=40))
+def test_any_bytes_are_refused_as_a_callers_mistake(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        read_completion(body)

@@ -5,13 +5,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from factories_app import ACME_KEY, EchoBackend, make_body, make_settings
+from factories_app import ACME_KEY, EchoBackend, make_body, make_documents, make_settings
 
 from app.auth import Principal
 from app.chat_service import Arrival
-from app.errors import GenerationError
+from app.errors import ConfigError, GenerationError
 from app.gateway import Gateway, make_gateway
 from app.generation import Generation
+from app.settings import EncoderSettings
 
 
 async def make_started_gateway(backend: EchoBackend) -> Gateway:
@@ -108,4 +109,27 @@ async def test_a_start_that_fails_closes_the_backend() -> None:
         await gateway.start()
     assert not backend.is_alive
     assert not gateway.is_ready
+    await gateway.close()
+
+
+async def test_a_missing_encoder_stops_the_start_with_what_to_do_about_it() -> None:
+    backend = EchoBackend()
+    gateway = make_gateway(make_settings(encoder=EncoderSettings(model="./nowhere")), backend)
+    with pytest.raises(ConfigError, match=r"encoder\.model './nowhere' cannot be loaded.*models pull"):
+        await gateway.start()
+    assert not gateway.is_ready
+    assert not backend.is_alive
+    await gateway.close()
+
+
+async def test_a_missing_encoder_that_is_not_required_leaves_ranking_by_words_and_says_so() -> None:
+    settings = make_settings(encoder=EncoderSettings(model="./nowhere", required=False))
+    gateway = make_gateway(settings, EchoBackend())
+    await gateway.start()
+    assert gateway.is_ready
+    assert gateway.encoder_state.startswith("failed: encoder.model './nowhere'")
+    generation = await start(gateway, documents=make_documents(9))
+    degraded = {stage.stage: stage.degraded for stage in generation.compaction.result.stages}
+    assert degraded["rank"] is not None
+    await generation.aclose()
     await gateway.close()

@@ -8,6 +8,7 @@ import sys
 import time
 
 import httpx
+import msgspec
 import pytest
 from factories_app import bearer, wait_until
 from factories_gateway import ROOT, is_running, missing_models, running_gateway
@@ -92,3 +93,27 @@ def test_a_model_that_is_missing_is_one_line() -> None:
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1
     assert "no-such-model" in done.stderr
+
+
+def test_compact_without_a_gateway_counts_as_the_gateway_does() -> None:
+    documents = [
+        {"id": f"d{i}", "text": f"Fact {i}: the lamp of lighthouse {i} turns {i + 2} times."} for i in range(40)
+    ]
+    body = msgspec.json.encode(BODY | {"documents": documents, "firsttoken": {"max_input_tokens": 200}})
+    answers = []
+    with running_gateway(SMALL) as gateway:
+        for options in ([], ["--url", gateway.url]):
+            done = subprocess.run(
+                [sys.executable, "-m", "app.cli", "compact", "--json", *options],
+                cwd=ROOT,
+                env=os.environ | {"FIRSTTOKEN_CONFIG": "app/example.toml"},
+                input=body,
+                capture_output=True,
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stderr
+            answers.append(msgspec.json.decode(done.stdout))
+    here, there = answers
+    assert here["messages"] == there["messages"]
+    assert here["prompt_tokens"] == there["prompt_tokens"] <= 200
+    assert here["original_prompt_tokens"] == there["original_prompt_tokens"] > 600
