@@ -22,6 +22,28 @@ def _check_at_least(name: str, value: float, limit: float) -> None:
         raise ValueError(f"{name} must be at least {limit}, got {value}")
 
 
+class CleanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Removal of markup and page furniture; what stays is spans of the received text."""
+
+    enabled: bool = True
+    """``False`` keeps every readable passage as received."""
+    html: bool = True
+    """HTML passages become their text; the main content by trafilatura."""
+    min_html_chars: int = 20
+    """HTML with less text than this, and less than a twentieth of its source, is kept as received: it is an example."""
+    boilerplate: bool = True
+    """Lines of navigation words, cookie notices, copyright and licence lines go."""
+    min_repeats: int = 3
+    """Passages that must share a first or last line for it to be a running header or footer; 0 leaves them."""
+    white_space: bool = True
+    """Runs of white space in prose become one character of themselves."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("min_html_chars", self.min_html_chars, 0)
+        if self.min_repeats != 0:
+            _check_at_least("min_repeats", self.min_repeats, 2)
+
+
 class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Removal of passages that say what another passage already says."""
 
@@ -142,6 +164,7 @@ class ReducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     min_prompt_tokens: int = 100
     """A prompt that fits its budget and is no longer than this passes through: less than it costs is to be gained."""
+    clean: CleanConfig = CleanConfig()
     dedup: DedupConfig = DedupConfig()
     rank: RankConfig = RankConfig()
     selection: SelectionConfig = SelectionConfig()

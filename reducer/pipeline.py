@@ -1,4 +1,4 @@
-"""The pipeline: access, dedup, rank, history, select; what each stage did, and how long it took.
+"""The pipeline: access, clean, dedup, rank, history, select; what each stage did, and how long it took.
 
 ``STAGES`` is the order as data. A stage is a pure function in its own module; here its input is taken from the run, its
 output put back, tokens and time noted. The prompt that comes out is counted exactly, as it is rendered.
@@ -11,6 +11,7 @@ from typing import Any
 
 from reducer.access import filter_readable
 from reducer.budget import free_tokens, split_allowance
+from reducer.clean import clean
 from reducer.config import ReducerConfig
 from reducer.dedup import deduplicate
 from reducer.encoder import Encoder
@@ -180,6 +181,14 @@ def keep_whole(candidate: Candidate, reason: str) -> Selected:
     return Selected(candidate, whole_spans(candidate.passage.text), candidate.num_tokens, reason)
 
 
+def _run_clean(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
+    outcome = clean(run.running, run.query.text, config.clean, run.counter)
+    run.running = outcome.kept
+    run.filtered.extend(outcome.filtered)
+    run.document_tokens = _document_tokens(run.running)
+    return outcome.degraded
+
+
 def _run_dedup(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
     outcome = deduplicate(run.running, config.dedup)
     run.running = outcome.kept
@@ -228,6 +237,7 @@ def _run_select(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> st
 
 
 STAGES: tuple[tuple[str, Callable[[_Run, ReducerConfig, Encoder | None], str | None]], ...] = (
+    ("clean", _run_clean),
     ("dedup", _run_dedup),
     ("rank", _run_rank),
     ("history", _run_history),

@@ -36,7 +36,7 @@ class SpanText:
 
     @classmethod
     def join(cls, received: str, pieces: Iterable[tuple[str, Span]]) -> "SpanText":
-        """Build from ``(joiner before it, span)``; the joiner of the first piece is left out, touching spans are one."""
+        """Build from ``(joiner before it, span)``; the first joiner is left out, touching spans are one."""
         parts: list[str] = []
         spans: list[Span] = []
         starts: list[int] = []
@@ -55,6 +55,17 @@ class SpanText:
             parts.append(received[span.start : span.end])
             length += span.end - span.start
         return cls("".join(parts), tuple(spans), tuple(starts))
+
+    def slice(self, start: int, end: int) -> "SpanText":
+        """The part ``[start, end)`` of the text, which must begin and end inside a span."""
+        pieces = [
+            (Span(max(start, at) - at + span.start, min(end, at + span.end - span.start) - at + span.start), at)
+            for span, at in zip(self.spans, self.starts, strict=True)
+            if at < end and at + span.end - span.start > start
+        ]
+        return SpanText(
+            self.text[start:end], tuple(span for span, _ in pieces), tuple(max(at - start, 0) for _, at in pieces)
+        )
 
     def received_spans(self, kept: Iterable[Span]) -> tuple[Span, ...]:
         """Spans of the received text for spans of this one; joiners vanish."""

@@ -51,7 +51,7 @@ def test_prompt_within_a_small_budget_keeps_the_answer_and_says_what_happened() 
         ("d4", "merged", None, "d2", ["d4"]),
     ]
     assert result.prompt_tokens == WordCounter().count_prompt(result.messages)
-    assert [report.stage for report in result.stages] == ["access", "dedup", "rank", "history", "select"]
+    assert [report.stage for report in result.stages] == ["access", "clean", "dedup", "rank", "history", "select"]
 
 
 def test_original_count_has_every_readable_passage() -> None:
