@@ -221,6 +221,11 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 def _encode(backend: BackendTokenizer, text: str) -> Encoding:
     try:
-        return backend.encode(text, add_special_tokens=False)
+        return _encode_batch(backend, text)
     except TypeError:  # a lone surrogate has no UTF-8; replaced one for one, so that positions stay
-        return backend.encode(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text), add_special_tokens=False)
+        return _encode_batch(backend, _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text))
+
+
+def _encode_batch(backend: BackendTokenizer, text: str) -> Encoding:
+    # Only the batch call lets other threads run: encoding megabytes must not stop the gateway's event loop.
+    return backend.encode_batch([text], add_special_tokens=False)[0]
