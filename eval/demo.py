@@ -60,6 +60,7 @@ class DemoRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             documents=[msgspec.to_builtins(document) for document in self.documents],
             max_input_tokens=None if bypass else self.max_input_tokens,
             bypass=bypass,
+            max_tokens=_MAX_TOKENS,
         )
 
 
@@ -81,16 +82,16 @@ def measure(console: Console, client: GatewayClient, other: GatewayClient, reque
     """Sends the request as two tenants, whose prefix caches are apart, so that full and reduced both start cold."""
     with console.status("warming up") as status:
         for tenant in (other, client):
-            tenant.chat(_warm_up_request(), max_tokens=4)
+            tenant.chat(_warm_up_request())
         status.update("answering from the full prompt (first tenant)")
         try:
-            full = other.stream(request.prompt_request(bypass=True), max_tokens=_MAX_TOKENS)
+            full = other.stream(request.prompt_request(bypass=True))
         except ContextLengthError:
             full = None
         status.update("answering from the reduced prompt (second tenant)")
-        reduced = client.stream(request.prompt_request(), max_tokens=_MAX_TOKENS)
+        reduced = client.stream(request.prompt_request())
         status.update("the same request again")
-        repeated = client.stream(request.prompt_request(), max_tokens=_MAX_TOKENS)
+        repeated = client.stream(request.prompt_request())
         # Last, because it finds the passages' embeddings cached; the measured requests must not.
         status.update("asking for the record of the reduction")
         compaction = client.compact(request.prompt_request())
@@ -104,7 +105,7 @@ def _warm_up_request() -> PromptRequest:
         {"role": "system", "content": "Warm-up."},
         {"role": "user", "content": "Which one melts first, tin or copper?"},
     ]
-    return PromptRequest(messages=messages, documents=documents)
+    return PromptRequest(messages=messages, documents=documents, max_tokens=4)
 
 
 def print_demo(console: Console, request: DemoRequest, run: DemoRun) -> None:

@@ -134,12 +134,16 @@ class PromptRequest:
     policy: str | None = None
     max_input_tokens: int | None = None
     bypass: bool = False
+    max_tokens: int | None = None
+    """Most output tokens. The gateway keeps that much of the window free, so it shapes a compaction too."""
 
     def body(self, model: str) -> dict[str, Any]:
         """JSON body shared by compaction and completion."""
         body: dict[str, Any] = {"model": model, "messages": list(self.messages)}
         if self.documents:
             body["documents"] = list(self.documents)
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
         options = {"policy": self.policy, "max_input_tokens": self.max_input_tokens, "bypass": self.bypass or None}
         if given := {name: value for name, value in options.items() if value is not None}:
             body["firsttoken"] = given
@@ -201,9 +205,9 @@ class GatewayClient:
         with self._send("POST", "/v1/compact", request.body(self.model)) as (response, _):
             return _decode(response.read(), Compaction)
 
-    def chat(self, request: PromptRequest, *, max_tokens: int) -> Generation:
+    def chat(self, request: PromptRequest) -> Generation:
         """A greedy completion in one piece."""
-        body = request.body(self.model) | {"max_tokens": max_tokens, "temperature": 0}
+        body = request.body(self.model) | {"temperature": 0}
         with self._send("POST", "/v1/chat/completions", body) as (response, sent):
             completion = _decode(response.read(), _Completion)
         total_ms = _ms_since(sent)
@@ -212,10 +216,9 @@ class GatewayClient:
         choice = completion.choices[0]
         return _generation(choice.message.content or "", completion.usage, None, total_ms, choice.finish_reason)
 
-    def stream(self, request: PromptRequest, *, max_tokens: int) -> Generation:
+    def stream(self, request: PromptRequest) -> Generation:
         """A greedy completion, streamed, so that the time to the first token is known."""
         body = request.body(self.model) | {
-            "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -1,6 +1,7 @@
 """Between a case and the wire: the requests that a case becomes, and the passages found in the messages sent back."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from eval.gateway import Compaction, PromptRequest
@@ -26,19 +27,28 @@ def case_documents(case: Case) -> list[dict[str, Any]]:
     return [_document(chunk) for chunk in case.chunks]
 
 
-def full_request(case: Case, *, policy: str | None = None, max_input_tokens: int | None = None) -> PromptRequest:
+def full_request(
+    case: Case, *, policy: str | None = None, max_input_tokens: int | None = None, max_tokens: int | None = None
+) -> PromptRequest:
     """Everything the case has: history and documents."""
     return PromptRequest(
         messages=case_messages(case),
         documents=case_documents(case),
         policy=policy,
         max_input_tokens=max_input_tokens,
+        max_tokens=max_tokens,
     )
 
 
-def fixed_request(case: Case, *, policy: str | None = None) -> PromptRequest:
+def fixed_request(case: Case, *, policy: str | None = None, max_tokens: int | None = None) -> PromptRequest:
     """The same without what a budget is about: the documents, or in history cases the history."""
-    return PromptRequest(messages=case_messages(case, with_history=not case.is_history), policy=policy)
+    messages = case_messages(case, with_history=not case.is_history)
+    return PromptRequest(messages=messages, policy=policy, max_tokens=max_tokens)
+
+
+def bypassing(request: PromptRequest) -> PromptRequest:
+    """The same request with nothing reduced."""
+    return replace(request, policy=None, max_input_tokens=None, bypass=True)
 
 
 def max_input_tokens(budget: float, *, fixed_tokens: int, full_tokens: int) -> int:

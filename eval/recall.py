@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from eval.datasets import Dataset
 from eval.errors import ContextLengthError, GatewayError
 from eval.gateway import Compaction, GatewayClient, Generation, PromptRequest, timed
-from eval.prompts import fixed_request, full_request, max_input_tokens, prove_documents, sent_context
+from eval.prompts import bypassing, fixed_request, full_request, max_input_tokens, prove_documents, sent_context
 from eval.records import AnswerRecord, AnswerScore, Arm, CaseRecord, CaseScore, CompactionRecord
 from eval.samples import Case, Chunk
 from eval.scoring import (
@@ -61,7 +61,7 @@ class RecallOptions:
     policy: str | None = None
     answers: bool = False
     max_tokens: int = 32
-    """Most output tokens of an answer."""
+    """Most output tokens of an answer. Compactions name it too, so that their window is the same."""
     seed: int = 0
     """Order of the arms when answers are generated, and the intervals."""
 
@@ -108,10 +108,11 @@ class RecallRun:
         """Lets the gateway load what it loads on first use, so that no measured request pays for it."""
         self.progress.step("warming up")
         documents = [{"id": "a", "text": "Copper melts at 1,085 °C."}, {"id": "b", "text": "Tin melts at 232 °C."}]
-        request = PromptRequest(messages=[{"role": "user", "content": "Which one melts first?"}], documents=documents)
+        messages = [{"role": "user", "content": "Which one melts first?"}]
+        request = PromptRequest(messages=messages, documents=documents, max_tokens=2)
         self.client.compact(request)
         if self.options.answers:
-            self.client.chat(request, max_tokens=2)
+            self.client.chat(request)
 
     def cases(self) -> Iterator[CaseRecord]:
         """Measures and scores case by case."""
@@ -134,12 +135,12 @@ class RecallRun:
 
     def _compact_arms(self, case: Case) -> Iterator[_Measured]:
         arms = reduced_arms(self.options.budgets)
-        policy = self.options.policy
+        policy, max_tokens = self.options.policy, self.options.max_tokens
         try:
             self.progress.step(f"{case.id}: counting the prompt without passages")
-            fixed = self.client.compact(fixed_request(case, policy=policy))
+            fixed = self.client.compact(fixed_request(case, policy=policy, max_tokens=max_tokens))
             self.progress.step(f"{case.id}: reducing, {arms[0].name}")
-            unlimited, call_ms = timed(self.client.compact, full_request(case, policy=policy))
+            unlimited, call_ms = timed(self.client.compact, full_request(case, policy=policy, max_tokens=max_tokens))
         except GatewayError as error:
             for arm in arms:
                 yield _failed(case, CompactionRecord(arm=arm.name, error=str(error)))
@@ -158,7 +159,7 @@ class RecallRun:
             base = replace(base, arm=arm.name, max_input_tokens=limit)
             self.progress.step(f"{case.id}: reducing, {arm.name} ({limit:,} tokens)")
             try:
-                request = full_request(case, policy=policy, max_input_tokens=limit)
+                request = full_request(case, policy=policy, max_input_tokens=limit, max_tokens=max_tokens)
                 compaction, call_ms = timed(self.client.compact, request)
             except GatewayError as error:
                 yield _failed(case, replace(base, error=str(error)))
@@ -191,13 +192,13 @@ class RecallRun:
         )
 
     def _answer(self, case: Case, arm: Arm, limit: int | None) -> AnswerRecord:
-        full = full_request(case, policy=self.options.policy, max_input_tokens=limit)
+        options = self.options
+        request = full_request(case, policy=options.policy, max_input_tokens=limit, max_tokens=options.max_tokens)
         try:
             if arm.kind == "full":
-                request = PromptRequest(messages=full.messages, documents=full.documents, bypass=True)
-                generation = self.full_client.stream(request, max_tokens=self.options.max_tokens)
+                generation = self.full_client.stream(bypassing(request))
             else:
-                generation = self.client.stream(full, max_tokens=self.options.max_tokens)
+                generation = self.client.stream(request)
         except ContextLengthError:
             return AnswerRecord(arm=arm.name, does_not_fit=True)
         except GatewayError as error:

@@ -12,6 +12,7 @@ The result holds figures, ids and the model's answers; texts of the data set sta
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -26,7 +27,7 @@ from eval.gateway import DEMO_KEYS, GatewayClient, PromptRequest
 from eval.intervals import compare, percentile
 from eval.launcher import started_gateway
 from eval.manifest import Manifest, make_manifest
-from eval.prompts import SYSTEM_PROMPT, full_request
+from eval.prompts import SYSTEM_PROMPT, bypassing, full_request
 from eval.recall import answer_record, can_be_answered
 from eval.records import AnswerRecord, Comparison, encode_report
 from eval.report import milliseconds
@@ -84,13 +85,12 @@ class SideBySide(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_pair(client: GatewayClient, full_client: GatewayClient, case: Case, options: "Options", place: int) -> Pair:
     """Answers one case from both prompts; the order follows ``place``."""
-    request = full_request(case, policy=options.policy, max_input_tokens=options.max_input_tokens)
-    bypassed = PromptRequest(messages=request.messages, documents=request.documents, bypass=True)
+    request = full_request(
+        case, policy=options.policy, max_input_tokens=options.max_input_tokens, max_tokens=options.max_tokens
+    )
     order = (FULL, REDUCED) if place % 2 == 0 else (REDUCED, FULL)
     answers = {
-        side: _answer(
-            full_client if side == FULL else client, bypassed if side == FULL else request, side, options.max_tokens
-        )
+        side: _answer(full_client, bypassing(request), side) if side == FULL else _answer(client, request, side)
         for side in order
     }
     return Pair(
@@ -104,9 +104,9 @@ def measure_pair(client: GatewayClient, full_client: GatewayClient, case: Case, 
     )
 
 
-def _answer(client: GatewayClient, request: PromptRequest, side: str, max_tokens: int) -> AnswerRecord:
+def _answer(client: GatewayClient, request: PromptRequest, side: str) -> AnswerRecord:
     try:
-        return answer_record(side, client.stream(request, max_tokens=max_tokens))
+        return answer_record(side, client.stream(request))
     except ContextLengthError:
         return AnswerRecord(arm=side, does_not_fit=True)
 
@@ -238,7 +238,7 @@ def _measure(
             status.update(f"{place + 1} of {len(cases)}: {case.id}, {len(case.chunks)} passages, both prompts")
             pairs.append(measure_pair(client, full_client, case, options, place))
     manifest = make_manifest(
-        dataset=dataset,
+        dataset=replace(dataset, cases=cases),
         settings={"system_prompt": SYSTEM_PROMPT, "temperature": 0, **msgspec.to_builtins(options)},
         seed=options.seed,
         model=served.id,

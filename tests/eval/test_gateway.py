@@ -7,7 +7,9 @@ from eval.errors import ContextLengthError, GatewayError
 from eval.gateway import GatewayClient, PromptRequest
 
 _QUESTION = PromptRequest(messages=[{"role": "user", "content": "Which bird is it?"}])
-_RAG = PromptRequest(messages=_QUESTION.messages, documents=[{"id": "a", "text": "a blue heron"}], max_input_tokens=50)
+_RAG = PromptRequest(
+    messages=_QUESTION.messages, documents=[{"id": "a", "text": "a blue heron"}], max_input_tokens=50, max_tokens=9
+)
 
 
 def test_compaction_is_decoded() -> None:
@@ -33,7 +35,7 @@ def test_request_carries_key_documents_and_only_given_options() -> None:
 def test_chat_is_greedy_and_counts_tokens() -> None:
     gateway = FakeGateway()
     with running(gateway) as url, GatewayClient(url=url, api_key="k") as client:
-        generation = client.chat(_RAG, max_tokens=9)
+        generation = client.chat(_RAG)
     assert (generation.text, generation.prompt_tokens, generation.ttft_ms) == ("a blue heron", 7, None)
     assert gateway.requests[0][1]["temperature"] == 0
     assert gateway.requests[0][1]["max_tokens"] == 9
@@ -41,7 +43,7 @@ def test_chat_is_greedy_and_counts_tokens() -> None:
 
 def test_stream_joins_the_pieces_and_times_the_first_token() -> None:
     with running(FakeGateway()) as url, GatewayClient(url=url, api_key="k") as client:
-        generation = client.stream(_RAG, max_tokens=9)
+        generation = client.stream(_RAG)
     assert (generation.text, generation.completion_tokens, generation.finish_reason) == ("a blue heron", 3, "stop")
     assert generation.ttft_ms is not None
     assert 0 < generation.ttft_ms <= generation.total_ms
@@ -49,7 +51,7 @@ def test_stream_joins_the_pieces_and_times_the_first_token() -> None:
 
 def test_stream_without_content_has_no_ttft() -> None:
     with running(FakeGateway(reply=lambda prompt: "")) as url, GatewayClient(url=url, api_key="k") as client:
-        assert client.stream(_QUESTION, max_tokens=9).ttft_ms is None
+        assert client.stream(_QUESTION).ttft_ms is None
 
 
 def test_a_prompt_over_the_window_is_its_own_error() -> None:
@@ -58,7 +60,7 @@ def test_a_prompt_over_the_window_is_its_own_error() -> None:
         GatewayClient(url=url, api_key="k") as client,
         pytest.raises(ContextLengthError, match="maximum context length is 3") as caught,
     ):
-        client.stream(_QUESTION, max_tokens=9)
+        client.stream(_QUESTION)
     assert caught.value.status == 400
 
 
@@ -66,7 +68,7 @@ def test_a_busy_gateway_is_asked_again_after_the_time_it_names() -> None:
     waits: list[float] = []
     gateway = FakeGateway(busy_answers=2)
     with running(gateway) as url, GatewayClient(url=url, api_key="k", sleep=waits.append) as client:
-        assert client.chat(_QUESTION, max_tokens=9).text == "no idea"
+        assert client.chat(_QUESTION).text == "no idea"
     assert waits == [7.0, 7.0]
 
 

@@ -141,6 +141,7 @@ def test_answers_are_paired_and_full_prompts_use_the_other_tenant(tmp_path: Path
     assert {key for path, body, key in gateway.requests if body.get("firsttoken", {}).get("bypass")} == {"b"}
     assert all(answer.ttft_ms is not None for record in records for answer in record.answers)
     assert report.num_count_mismatches == 0
+    assert {body["max_tokens"] for _, body, _ in gateway.requests} == {32}
 
 
 def test_a_full_prompt_over_the_window_is_counted_and_left_out_of_the_pairs(tmp_path: Path) -> None:
