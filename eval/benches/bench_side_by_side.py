@@ -270,8 +270,8 @@ def main(
     """Full against reduced prompt on the first questions of DATA."""
     console = Console()
     options = Options(policy=policy, max_input_tokens=max_input_tokens, max_tokens=max_tokens, seed=seed)
-    if output is not None and not output.parent.is_dir():
-        raise click.UsageError(f"--output: the folder {output.parent} does not exist")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)  # before the run, so that a wrong folder does not cost one
     try:
         dataset = read_dataset(data, limit=num_cases + 1)
         if len(dataset.cases) < 2 or not all(can_be_answered(case) and case.chunks for case in dataset.cases):

@@ -63,7 +63,7 @@ def test_demo_shows_both_prompts(window: int) -> None:
 def test_bench_pairs_both_prompts_in_alternating_order(tmp_path: Path) -> None:
     cases = [rag_case(f"q-{place}", gold_at=place, answer="heron") for place in range(5)]
     data = write_cases(tmp_path / "made.jsonl.gz", cases)
-    output = tmp_path / "out.json"
+    output = tmp_path / "results" / "out.json"
     gateway = FakeGateway(top_k=3, reply=lambda prompt: "heron" if "heron" in prompt else "no")
     with running(gateway) as url:
         arguments = [str(data), "--cases", "4", "--url", url, "--output", str(output)]
