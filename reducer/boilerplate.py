@@ -13,18 +13,22 @@ import re
 MAX_CHARS = 300
 """A longer line says something, whatever words it holds."""
 
+MAX_OWNER_START = 60
+"""A copyright mark later in a sentence belongs to what the sentence says."""
+
 _ITEMS = """
 home|home page|homepage|main page|menu|main menu|search|log in|login|log out|logout|sign in|sign up|sign out|register
 create account|my account|account|subscribe|subscribe now|newsletter|share|share this page|share this article
-share this|share on|tweet|email|e-mail|print|print this page|facebook|twitter|instagram|youtube|linkedin|whatsapp|pinterest|reddit
-telegram|rss|contact|contact us|about|about us|imprint|help|faq|faqs|sitemap|site map|careers|jobs|press|advertise
+share this|share on|tweet|email|e-mail|print|print this page|facebook|twitter|instagram|youtube|linkedin
+whatsapp|pinterest|reddit|telegram|rss
+contact|contact us|about|about us|imprint|help|faq|faqs|sitemap|site map|careers|jobs|press|advertise
 advertise with us|advertisement|advertising|sponsored|terms|terms of use|terms of service|terms and conditions|privacy
 privacy policy|privacy notice|privacy statement|cookie policy|cookie settings|cookie preferences|cookies|manage cookies
 accessibility|accessibility statement|legal|legal notice|disclaimer|back to top|top|back|next|previous|next page
 previous page|read more|show more|load more|more|see all|view all|learn more|related articles|related posts|related
 most read|most popular|trending|skip to content|skip to main content|skip to navigation|toggle navigation|close
-open menu|close menu|accept|accept all|accept all cookies|reject all|decline|comments|leave a comment|reply|follow us|follow
-download app|download the app|loading|was this page helpful? yes no|was this page helpful|feedback|language
+open menu|close menu|accept|accept all|accept all cookies|reject all|decline|comments|leave a comment|reply|follow us
+follow|download app|download the app|loading|was this page helpful? yes no|was this page helpful|feedback|language
 all rights reserved
 startseite|suche|anmelden|registrieren|impressum|datenschutz|datenschutzerklärung|kontakt|über uns|agb|drucken|teilen
 mehr lesen|weiterlesen|nach oben|zum inhalt springen|hilfe|cookie-einstellungen|alle akzeptieren|alle ablehnen
@@ -49,6 +53,7 @@ _NAVIGATION = frozenset(
 )
 
 _SEPARATORS = re.compile(r"\s*[|丨｜·•/>›»,，、;:：；。!！?？\[\]【】()（）«‹←→↑-]+\s*|\s{2,}")
+_SENTENCES = re.compile(r"(?<=[。！？])(?=[^”’」』）)])\s?|(?<=[^.\s]{3}[.!?]) ")
 _SPACES = re.compile(r"\s+")
 _OWNER = re.compile(
     r"(?:©|\(c\)|&copy;)\s*(?:copyright\s*)?(?:19|20)\d\d|copyright\s*(?:©|\(c\)|&copy;|(?:19|20)\d\d)"
@@ -85,21 +90,35 @@ _PLEA = re.compile(
     r"|打开客户端.{0,10}|返回.{0,6}首页.{0,8}",
     re.IGNORECASE,
 )
-_CANDIDATE = re.compile(
-    "|".join(part for part in (_OWNER.pattern, r"cookie|куки", _CRUMB_START.pattern)), re.IGNORECASE
-)
+_NEEDLES = (
+    "cookie", "куки", "©", "(c)", "&copy;", "copyright", "reserv", "vorbehalten", "réservés", "защищены", "版",
+    "無断転載", "무단", "备", "備", "公网安", "标识码", "许可证", "授权", "授權", "转载", ">", "›", "»", "&gt;", "/",
+    "位置", "二维码", "客户端", "javascript", "browser", "newsletter", "follow us", "share", "tweet", "post",
+    "click here", "get our",
+    "advertisement", "scroll", "page", "seite", "página", "стр", "页", "here", "hier", "ici", "aquí",
+)  # fmt: skip
+"""One of these stands in every line that is boilerplate by anything but its navigation words."""
+_STRONG_NEEDLES = ("cookie", "куки", "©", "copyright", "reserved", "版权", "版權", "版 权", "icp", "公网安", "许可证")
+_FIRST_WORD = re.compile(r"[^\s|丨｜·•/>›»,，、;:：；。!！?？\[\]【】()（）«‹←→↑.…-]+")
+_FIRST_WORDS = frozenset(match.group() for item in _NAVIGATION if (match := _FIRST_WORD.match(item)))
 
 
 def is_boilerplate(line: str) -> bool:
     """Whether a line, without line breaks, is page furniture and nothing else."""
     if len(line) > MAX_CHARS:
         return False
-    text = _SPACES.sub(" ", line).strip()
-    if not text:
+    if is_navigation(line.strip()):
+        return True
+    folded = line.casefold()
+    if not any(needle in folded for needle in _NEEDLES):
         return False
+    text = _SPACES.sub(" ", line).strip()
+    sentences = _SENTENCES.split(text)
+    if len(sentences) > 1:
+        return all(is_boilerplate(sentence) for sentence in sentences if sentence)
+    owner = _OWNER.search(text)
     return (
-        is_navigation(line.strip())
-        or bool(_OWNER.search(text) and len(text) <= 200)
+        (owner is not None and owner.start() <= MAX_OWNER_START and len(text) <= 200)
         or bool(_CRUMB_START.match(text) and _is_crumb(text))
         or bool(_COOKIE.search(text) and _CONSENT.search(text))
         or bool(_PLEA.fullmatch(text.rstrip(".。!！ ")))
@@ -110,7 +129,10 @@ def is_navigation(line: str) -> bool:
     """Whether every item of a line is a word of navigation; one or two characters alone prove nothing."""
     if len(line) < 2 or len(line) > MAX_CHARS:
         return False
-    if line.casefold() in _NAVIGATION and (" " in line or len(line) > 3 and not line.isascii()):
+    first = _FIRST_WORD.search(line)
+    if first is None or first.group().casefold() not in _FIRST_WORDS:
+        return False
+    if line.casefold() in _NAVIGATION and (" " in line or (len(line) > 3 and not line.isascii())):
         return True
     items = [item for item in (item.strip(" .…").casefold() for item in _SEPARATORS.split(line)) if item]
     if not items or not all(map(_is_navigation_item, items)):
@@ -145,4 +167,12 @@ def _is_crumb(text: str) -> bool:
 
 def may_hold_boilerplate(text: str) -> bool:
     """A cheap look at a whole passage: whether it is worth looking at its lines."""
-    return "\n" in text or "  " in text or bool(_CANDIDATE.search(text))
+    if "\n" in text or "  " in text or "\u3000" in text or "\t" in text:
+        return True
+    return may_hold_notice(text)
+
+
+def may_hold_notice(text: str) -> bool:
+    """A cheap look at a text: whether one of its sentences may be a cookie notice or a copyright or licence line."""
+    folded = text.casefold()
+    return any(needle in folded for needle in _STRONG_NEEDLES)

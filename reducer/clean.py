@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from reducer.boilerplate import is_boilerplate, is_navigation, may_hold_boilerplate
+from reducer.boilerplate import is_boilerplate, is_navigation, may_hold_boilerplate, may_hold_notice
 from reducer.config import CleanConfig
 from reducer.html_text import CELL_JOINER, extract_html, is_html, scan_blocks
 from reducer.lexical import words
@@ -24,20 +24,21 @@ from reducer.tokens import TokenCounter
 
 MAX_EDGE_LINES = 3
 """Lines at the head and at the foot of a passage that may be a running header or footer."""
+TOPIC_FACTOR = 3
+"""A plain first line must be repeated this many times as often as a last one."""
 MAX_ROUNDS = 8
 """Times that edges are looked at anew after lines went; a header of more than 24 lines is not one."""
 MAX_EDGE_CHARS = 160
 """A longer line is text, however often it is repeated."""
 
 _MARKDOWN = re.compile(
-    r"(?m)^ {0,3}#{1,6} \S|^ {0,3}(?:```|~~~)|^ {0,3}\|?\s*:?-{3,}:?\s*\||\]\((?:https?:|/|#)|\*\*\S[^*\n]{0,200}\*\*"
+    r"(?m)^ {0,3}#{1,6} \S|^ {0,3}(?:```|~~~)"
+    r"|^ {0,3}\|?[^\S\n]*:?-{3,}:?[^\S\n]*\||\]\((?:https?:|/|#)|\*\*\S[^*\n]{0,200}\*\*"
 )
 _COLUMNS = re.compile(r"\S(?: {2,}|\t)\S")
-_GAP = re.compile(
-    r"(?P<lines>[^\S\n]*\n(?:[^\S\n]*\n)*)|(?P<run>(?<=\S)[^\S\n]{2,}|(?<=\S)[\t\r\v\f\u3000])"
-    r"|(?P<sentence>(?<=[。！？])(?=[^\s。！？”’」』）)])|(?<=[。！？.!?])[^\S\n](?=\S))"
-)
-"""Where a segment of prose ends: line breaks, a run of white space, the end of a sentence."""
+_LINE_GAP = re.compile(r"[^\S\n]*\n(?:[^\S\n]*\n)*")
+_RUN_GAP = re.compile(r"(?<=\S)(?:[^\S\n]{2,}|[\t\r\v\f\u3000])")
+_SENTENCE_GAP = re.compile(r"(?<=[。！？])(?=[^\s。！？”’」』）)])|(?<=[。！？.!?])[^\S\n](?=\S)")
 _SPEAKER = re.compile(r"[\w .'’-]{1,40}[:：]\s*\S")
 _SENTENCE = re.compile(r"[.!?。！？…][\"'”’」』）)]*$")
 _NOTICE = re.compile(
@@ -61,7 +62,7 @@ class _Cleaned:
 def clean(
     candidates: Sequence[Candidate], question: str, config: CleanConfig, counter: TokenCounter
 ) -> StageOutcome[Candidate]:
-    """Passages with their text cleaned, in the order received; ``candidate.cleaned`` leads back to the received text."""
+    """Passages with their text cleaned, in the order received; ``candidate.cleaned`` leads to the received one."""
     if not config.enabled:
         return StageOutcome(tuple(candidates))
     asked = frozenset(words(question))
@@ -89,8 +90,8 @@ def clean(
 def plain_text(text: str) -> str:
     """The text of a passage for comparison, not for a prompt: HTML as its visible text, entities decoded.
 
-    Cells are separated by bars and rows by line breaks, the delimiter row of a Markdown table is left out, so a table in
-    HTML and its Markdown twin differ at most in white space and outer bars, which are removed as well.
+    Cells are separated by bars and rows by line breaks; white space, outer bars and the delimiter row of a Markdown
+    table are left out. So a table in HTML equals its Markdown twin.
     """
     if is_html(text):
         pieces: list[str] = []
@@ -140,12 +141,24 @@ def _clean_text(text: str, asked: frozenset[str], config: CleanConfig) -> tuple[
         found = extract_html(text)
         if found.text is None or len(found.text.text.strip()) < min(config.min_html_chars, len(text) // 20):
             return whole, True, found.degraded
-        return found.text, False, found.degraded
-    if is_structured(text):
-        return whole, True, None
+        prose, is_fixed = _clean_prose(found.text.text, asked, config)
+        kept = found.text if prose is None else found.text.narrow(text, prose)
+        return kept, is_fixed, found.degraded
+    prose, is_fixed = _clean_prose(text, asked, config)
+    return prose or whole, is_fixed, None
+
+
+def _clean_prose(text: str, asked: frozenset[str], config: CleanConfig) -> tuple[SpanText | None, bool]:
+    """Text that is not HTML without its furniture, ``None`` for all of it; and whether its layout is fixed."""
     if not may_hold_boilerplate(text):
-        return whole, False, None
-    return SpanText.join(text, _prose_pieces(text, asked, config)), False, None
+        return None, False
+    if is_structured(text):
+        return None, True
+    kept = SpanText.join(text, _prose_pieces(text, asked, config))
+    if kept.text == text:
+        return None, False
+    # What only looks like HTML once its first line is gone was not meant as a page.
+    return (None, True) if is_html(kept.text) else (kept, False)
 
 
 def _prose_pieces(text: str, asked: frozenset[str], config: CleanConfig) -> Iterator[tuple[str, Span]]:
@@ -153,10 +166,8 @@ def _prose_pieces(text: str, asked: frozenset[str], config: CleanConfig) -> Iter
     owed = ""
     owed_span: Span | None = None
     was_kept, has_kept = True, False
-    for segment, gap, is_sentence in _segments(text):
-        piece = text[segment.start : segment.end]
-        if piece:
-            is_kept = not config.boilerplate or not _is_furniture(piece, is_sentence, asked)
+    for segment, gap, is_kept in _segments(text, asked, config.boilerplate):
+        if segment.end > segment.start:
             if is_kept:
                 if owed_span is not None and was_kept:
                     yield "", owed_span
@@ -174,14 +185,36 @@ def _prose_pieces(text: str, asked: frozenset[str], config: CleanConfig) -> Iter
         yield "", owed_span
 
 
-def _segments(text: str) -> Iterator[tuple[Span, Span, bool]]:
-    """``(segment, white space after it, whether it is one sentence among others)``, tiling the text."""
-    start, is_sentence = 0, False
-    for match in _GAP.finditer(text):
-        ends_sentence = match.lastgroup == "sentence"
-        yield Span(start, match.start()), Span(*match.span()), is_sentence or ends_sentence
-        start, is_sentence = match.end(), ends_sentence
-    yield Span(start, len(text)), Span(len(text), len(text)), is_sentence
+def _segments(text: str, asked: frozenset[str], removes: bool) -> Iterator[tuple[Span, Span, bool]]:
+    """``(segment, white space after it, whether it stays)``, tiling the text.
+
+    A line is judged first, then what stands between its runs of white space, then its sentences; the widest piece that
+    is boilerplate goes.
+    """
+    for line, line_gap in _split(text, Span(0, len(text)), _LINE_GAP):
+        if removes and _is_furniture(text[line.start : line.end], False, asked):
+            yield line, line_gap, False
+            continue
+        for part, part_gap in _split(text, line, _RUN_GAP):
+            after = part_gap if part.end < line.end else line_gap
+            piece = text[part.start : part.end]
+            if removes and _is_furniture(piece, False, asked):
+                yield part, after, False
+            elif removes and may_hold_notice(piece):
+                for sentence, gap in _split(text, part, _SENTENCE_GAP):
+                    is_kept = not _is_furniture(text[sentence.start : sentence.end], True, asked)
+                    yield sentence, gap if sentence.end < part.end else after, is_kept
+            else:
+                yield part, after, True
+
+
+def _split(text: str, span: Span, gaps: re.Pattern[str]) -> Iterator[tuple[Span, Span]]:
+    """``(piece, white space after it)``, tiling ``span``; the last piece has none."""
+    start = span.start
+    for match in gaps.finditer(text, span.start, span.end):
+        yield Span(start, match.start()), Span(*match.span())
+        start = match.end()
+    yield Span(start, span.end), Span(span.end, span.end)
 
 
 def _is_furniture(piece: str, is_sentence: bool, asked: frozenset[str]) -> bool:
@@ -209,9 +242,26 @@ def _drop_repeated(items: Sequence[_Cleaned], asked: frozenset[str], min_repeats
     for _ in range(MAX_ROUNDS):
         edges = [_edge_lines(item.kept.text) if not item.is_fixed else {} for item in current]
         # A copy of a whole passage is dedup's business and proves nothing about its lines.
-        distinct = {item.kept.text: set(lines.values()) for item, lines in zip(current, edges, strict=True)}
+        pairs = list(zip(current, edges, strict=True))
+        distinct = {item.kept.text: set(lines.values()) for item, lines in pairs}
         counts = Counter(key for keys in distinct.values() for key in keys)
-        repeated = {key for key, count in counts.items() if count >= min_repeats and asked.isdisjoint(words(key))}
+        feet = Counter(
+            key
+            for keys in {item.kept.text: _feet(item.kept.text, lines) for item, lines in pairs}.values()
+            for key in keys
+        )
+        repeated = {
+            key
+            for key, count in counts.items()
+            if count >= min_repeats
+            # A first line that a few passages share may be the name of their topic.
+            and (
+                feet[key] >= min_repeats
+                or count >= TOPIC_FACTOR * min_repeats
+                or bool(_NUMBERED.search(key) or _NOTICE.search(key))
+            )
+            and asked.isdisjoint(words(key))
+        }
         if not repeated:
             return current
         holders: dict[str, int] = {}
@@ -245,6 +295,12 @@ def _edge_lines(text: str) -> dict[Span, str]:
     return found
 
 
+def _feet(text: str, lines: dict[Span, str]) -> set[str]:
+    """The key of the last line of a text, if it is one of ``_edge_lines``."""
+    end = len(text.rstrip())
+    return {key for span, key in lines.items() if span.end >= end}
+
+
 def _strip_edges(kept: SpanText, gone: set[Span]) -> SpanText:
     """Without the lines ``gone`` that stand at head or foot; one line always stays."""
     if not gone:
@@ -262,9 +318,10 @@ def _strip_edges(kept: SpanText, gone: set[Span]) -> SpanText:
     return kept.slice(start, end)
 
 
-def _preference(candidate: Candidate) -> tuple[float, int, str]:
+def _preference(candidate: Candidate) -> tuple[float, str]:
+    """Best first. The length plays no part: it changes as lines go, and cleaning twice must change nothing."""
     passage = candidate.passage
-    return (-(passage.score if passage.score is not None else 0.0), -len(passage.text), passage.id)
+    return (-(passage.score if passage.score is not None else 0.0), passage.id)
 
 
 def _with_text(candidate: Candidate, kept: SpanText, counter: TokenCounter) -> Candidate:

@@ -9,26 +9,32 @@ Only ``&nbsp;`` and its kin count as white space.
 """
 
 import html
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reducer.boilerplate import is_boilerplate
+from reducer.sentences import is_code
 from reducer.stage import Span, SpanText
 
 CELL_JOINER = " | "
 MIN_CONTENT_SHARE = 0.5
 """Where less of the extracted main content is found among the blocks, the mapping has failed."""
 
+MAX_PAGE_CHARS = 500_000
+MAX_PAGE_ELEMENTS = 10_000
+"""A larger page is not given to trafilatura, whose time grows faster than the page."""
+
 _BLOCKS = """
-    address article aside blockquote body br caption center dd details dialog div dl dt fieldset figcaption figure footer
-    form h1 h2 h3 h4 h5 h6 head header hr html legend li main nav noscript ol option p pre section summary table tbody td
-    tfoot th thead title tr ul
+    address article aside blockquote body br caption center dd details dialog div dl dt fieldset figcaption figure
+    footer form h1 h2 h3 h4 h5 h6 head header hr html legend li main nav noscript ol option p pre section summary table
+    tbody td tfoot th thead title tr ul
 """
 _INLINES = """
-    a abbr acronym b bdi bdo big button cite code data del dfn em font i img input ins kbd label link map mark meta meter
-    output picture progress q rp rt ruby s samp small source span strike strong sub sup time tt u var video wbr
+    a abbr acronym b bdi bdo big button cite code data del dfn em font i img input ins kbd label link map mark meta
+    meter output picture progress q rp rt ruby s samp small source span strike strong sub sup time tt u var video wbr
 """
 _BLOCK_TAGS, _INLINE_TAGS = frozenset(_BLOCKS.split()), frozenset(_INLINES.split())
 _DROPPED = frozenset(("script", "style", "svg", "template", "iframe", "object", "select", "textarea"))
@@ -50,7 +56,10 @@ _TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9:-]*+)((?:[^<>\"']++|\"[^\"]{0,4000}
 _PAGE = re.compile(
     r"<(?:nav|footer|aside|header|form|script|body|html|!doctype)\b|<[a-z]+\s[^<>]*(?:class|role|id)=", re.I
 )
-_SPACE = re.compile(r"(?:\s|&nbsp;|&#160;|&#xa0;|&ensp;|&emsp;|&thinsp;|&#8203;|&zwnj;|&shy;)+", re.IGNORECASE)
+_ENTITY = r"&(?:nbsp|#160|#xa0|ensp|emsp|thinsp|#8203|zwnj|shy);"
+_SPACE = re.compile(rf"(?:\s|{_ENTITY})+", re.IGNORECASE)
+_ODD_SPACE = re.compile(rf"(?: ?(?:[^\S ]|{_ENTITY})|  )(?:\s|{_ENTITY})*+", re.IGNORECASE)
+"""White space that is more than one plain space."""
 _CLOSING = re.compile(
     r"</(?:p|div|li|ul|ol|table|tr|td|h[1-6]|section|article|body|html|nav|footer|main|header)\s*>", re.I
 )
@@ -89,12 +98,15 @@ def is_html(text: str) -> bool:
     """Whether a passage is HTML and not prose or code about it: it opens with a tag, or closes several blocks."""
     if "<" not in text or ">" not in text or "```" in text:
         return False
+    opens = bool(_OPENING.match(text))
+    if not opens and (text.lstrip()[:1] in ("{", "[") or is_code(text)):
+        return False
     closings = 0
     for _ in _CLOSING.finditer(text):
         closings += 1
         if closings == 2:
             return text.count("`") < 2
-    return bool(_OPENING.match(text)) and (closings > 0 or "<br" in text or "<li" in text)
+    return opens and (closings > 0 or "<br" in text or "<li" in text)
 
 
 def extract_html(text: str) -> HtmlText:
@@ -123,9 +135,12 @@ def extract_html(text: str) -> HtmlText:
         return HtmlText(None, "nothing but page furniture found: HTML kept as received")
     pieces: list[tuple[str, Span]] = []
     for block in kept:
-        (_, first), *others = block.pieces
-        pieces.append((CELL_JOINER if block.is_cell else "\n", first))
-        pieces.extend(others)
+        begin = len(pieces)
+        pieces.extend(block.pieces)
+        pieces[begin] = (CELL_JOINER if block.is_cell else "\n", pieces[begin][1])
+        joiner, last = pieces[-1]
+        if not block.is_verbatim and text[last.end - 1] == " ":
+            pieces[-1] = (joiner, Span(last.start, last.end - 1))
     return HtmlText(SpanText.join(text, pieces), degraded)
 
 
@@ -219,19 +234,20 @@ def _add_text(block: Block, text: str, span: Span, needs_space: bool, is_link: b
         block.is_verbatim = True
         block.num_chars += span.end - start
         return False
-    for match in _SPACE.finditer(text, span.start, span.end):
-        run = match.group()
-        if match.start() > start:
-            # One white space is kept from the text itself where it may stay in place.
-            end = match.start() + (run[0] == " ")
-            _add_piece(block, Span(start, end), needs_space, is_link)
-            needs_space = run[0] != " "
-        elif block.pieces and block.pieces[-1][1].end == match.start() and run[0] == " ":
-            needs_space = False
-            block.pieces.append(("", Span(match.start(), match.start() + 1)))
-        elif block.pieces:
-            last = block.pieces[-1][1]
-            needs_space = needs_space or not text[last.end - 1].isspace()
+    leading = _SPACE.match(text, span.start, span.end)
+    if leading is not None:
+        last = block.pieces[-1][1] if block.pieces else None
+        if last is not None and not needs_space and not text[last.end - 1].isspace():
+            if last.end == leading.start() and text[last.end] == " ":
+                block.pieces[-1] = (block.pieces[-1][0], Span(last.start, last.end + 1))
+            else:
+                needs_space = True
+        start = leading.end()
+    for match in _ODD_SPACE.finditer(text, start, span.end):
+        # One white space is kept from the text itself where it is a plain one.
+        is_plain = text[match.start()] == " "
+        _add_piece(block, Span(start, match.start() + is_plain), needs_space, is_link)
+        needs_space = not is_plain
         start = match.end()
     if start < span.end:
         _add_piece(block, Span(start, span.end), needs_space, is_link)
@@ -272,9 +288,13 @@ def _is_named_furniture(name: str, attributes: str) -> bool:
 
 def _main_content(text: str) -> str | None:
     """The main content by trafilatura, or ``None`` where it finds none or fails."""
+    if len(text) > MAX_PAGE_CHARS or text.count("</") > MAX_PAGE_ELEMENTS:
+        return None
     # The import costs a second, and requests without HTML need not pay it.
     import trafilatura
 
+    # It logs every odd fragment as an error, and a log line must never carry a passage's text.
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
     try:
         found = trafilatura.extract(text, fast=True, favor_recall=True, include_comments=True, include_tables=True)
     except Exception:

@@ -56,6 +56,26 @@ class SpanText:
             length += span.end - span.start
         return cls("".join(parts), tuple(spans), tuple(starts))
 
+    def narrow(self, received: str, inner: "SpanText") -> "SpanText":
+        """The text that ``inner`` makes of this one, as spans of ``received``."""
+        pieces: list[tuple[str, Span]] = []
+        index, end, joiner = 0, 0, ""
+        for kept, at in zip(inner.spans, inner.starts, strict=True):
+            joiner += inner.text[end:at]
+            end = at + kept.end - kept.start
+            position = kept.start
+            index = max(bisect_right(self.starts, kept.start) - 1, 0)
+            while index < len(self.spans) and self.starts[index] < kept.end:
+                start = self.starts[index]
+                offset = self.spans[index].start - start
+                low, high = max(position, start), min(kept.end, start + self.spans[index].end - self.spans[index].start)
+                if low < high:
+                    pieces.append((joiner + self.text[position:low], Span(low + offset, high + offset)))
+                    joiner, position = "", high
+                index += 1
+            joiner += self.text[position : kept.end]
+        return SpanText.join(received, pieces)
+
     def slice(self, start: int, end: int) -> "SpanText":
         """The part ``[start, end)`` of the text, which must begin and end inside a span."""
         pieces = [
