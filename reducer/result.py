@@ -56,6 +56,32 @@ class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
+class VolatileReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A field in system text that changes from request to request; no text of it, only where it stands."""
+
+    kind: str
+    """``clock``, ``date``, ``uuid``, ``request_id``, ``user_name`` or ``counter``."""
+    message: int
+    """Index of the message as received."""
+    start: int
+    end: int
+    is_moved: bool
+    """Whether it now stands behind the documents."""
+
+
+class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of the prompt can be the same for every request."""
+
+    stable_tokens: int
+    """Tokens of system text and tools up to the first volatile field that is left there."""
+    block_size: int
+    lost_tokens: int
+    """Tokens of the last, partly filled block: they are computed again each time."""
+    is_exact: bool = True
+    """Whether the tokens were compared; else the marks of the chat template are not counted."""
+    volatile: list[VolatileReport] = []
+
+
 class ReductionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The compacted prompt and the record that explains and reverses every decision."""
 
@@ -70,5 +96,9 @@ class ReductionResult(msgspec.Struct, frozen=True, kw_only=True):
     denied_documents: int
     turns: list[TurnDecision]
     stages: list[StageReport]
+    prefix: PrefixReport | None = None
+    """Facts for the engine's prefix cache; ``None`` where the request bypassed the reducer."""
+    deadline_expired: bool = False
+    """Whether the time limit passed and stages were left out; which, say their reports."""
     pass_through: str | None = None
     """Why nothing was changed, if nothing was."""
