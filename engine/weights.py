@@ -56,8 +56,8 @@ def weights_files(path: Path) -> list[Path]:
 def weights_digest(path: Path, cache_dir: Path | None = None) -> str:
     """SHA-256 over the weights of a model, as hex: of the file itself where it is a single one.
 
-    Reading gigabytes takes seconds, so the digest of each large file is kept in ``cache_dir`` (by default the user's cache
-    folder) under its path, size and modification time. A cache that cannot be written is no error.
+    Reading gigabytes takes seconds, so the digest of each large file is kept in ``cache_dir`` (by default the user's
+    cache folder) under its path, size and modification time. A cache that cannot be written is no error.
 
     Raises:
         ModelError: a file is missing.

@@ -258,7 +258,8 @@ class AttentionCase:
         magnitude: float = 1.0,
     ) -> None:
         generator = torch.Generator().manual_seed(sum(query_lens) * 1009 + sum(context_lens))
-        num_blocks = [-(-(query + context) // block_size) for query, context in zip(query_lens, context_lens)]
+        seq_lens = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
+        num_blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
         shuffled = torch.randperm(sum(num_blocks) + 2, generator=generator).tolist()
         tables, used = [], 0
         for count in num_blocks:

@@ -192,8 +192,8 @@ def _q4_k_block(raw: bytes) -> list[float]:
     for pair in range(4):
         for half in range(2):
             scale, minimum = _scale_and_min(scales, 2 * pair + half)
-            for byte in quants[32 * pair : 32 * pair + 32]:
-                values.append(d * scale * (byte >> 4 if half else byte & 0xF) - dmin * minimum)
+            nibbles = [byte >> 4 if half else byte & 0xF for byte in quants[32 * pair : 32 * pair + 32]]
+            values += [d * scale * nibble - dmin * minimum for nibble in nibbles]
     return values
 
 
