@@ -10,9 +10,8 @@ smaller id, so the order of the request plays no part.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,10 @@ from reducer.stage import Candidate, Filtered, StageOutcome
 
 HashArray = npt.NDArray[np.uint64]
 
+MAX_PARTNERS = 64
+"""Passages that one passage is compared with at most, the better survivors first: thousands of passages of one pattern
+must not cost the square of their number."""
+
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SKETCH_BATCH = 4096  # bounds the memory of one sketch update at a few megabytes
 
@@ -34,7 +37,7 @@ def deduplicate(candidates: Sequence[Candidate], config: DedupConfig) -> StageOu
     if not config.enabled or len(candidates) < 2:
         return StageOutcome(tuple(candidates))
     # Sorted by preference from here on: a smaller index is the better survivor.
-    ordered = sorted(candidates, key=_preference)
+    ordered, copies = _collapse(sorted(candidates, key=_preference))
     texts = [candidate.passage.text for candidate in ordered]
     statements = _Statements(ordered, config.min_length_share)
     container: dict[int, set[int]] = {index: set() for index in range(len(ordered))}
@@ -48,14 +51,16 @@ def deduplicate(candidates: Sequence[Candidate], config: DedupConfig) -> StageOu
     filtered: list[Filtered] = []
     members: dict[int, list[Candidate]] = {}
     for index, survivor in merged.items():
-        members.setdefault(survivor, []).append(ordered[index])
+        members.setdefault(survivor, []).extend((ordered[index], *copies[index]))
         is_same = index in container[survivor]
         reason = "states the same" if is_same else "contained in another passage"
-        filtered.append(Filtered(ordered[index], "merged", reason, ordered[survivor].passage.id))
+        for gone in (ordered[index], *copies[index]):
+            filtered.append(Filtered(gone, "merged", reason, ordered[survivor].passage.id))
     for index, candidate in enumerate(ordered):
         if index in merged:
             continue
-        others = sorted(members.get(index, ()), key=lambda member: member.position)
+        filtered.extend(Filtered(copy, "merged", "states the same", candidate.passage.id) for copy in copies[index])
+        others = sorted((*members.get(index, ()), *copies[index]), key=lambda member: member.position)
         kept.append(replace(candidate, sources=(*candidate.sources, *(other.passage.id for other in others))))
     kept.sort(key=lambda candidate: candidate.position)
     filtered.sort(key=lambda gone: gone.candidate.position)
@@ -86,6 +91,24 @@ def choose_survivors(container: dict[int, set[int]]) -> dict[int, int]:
                 survivors.remove(survivor)
         survivors.append(index)
     return merged
+
+
+def _collapse(ordered: Sequence[Candidate]) -> tuple[list[Candidate], list[list[Candidate]]]:
+    """Passages of different text or title, and the byte-equal copies of each: those need no comparison."""
+    unique: list[Candidate] = []
+    copies: list[list[Candidate]] = []
+    places: dict[tuple[str | None, str], int] = {}
+    for candidate in ordered:
+        passage = candidate.passage
+        place = len(unique)
+        if passage.text.strip():  # an empty passage states nothing, so it repeats nothing
+            place = places.setdefault((passage.title, passage.text), place)
+        if place == len(unique):
+            unique.append(candidate)
+            copies.append([])
+        else:
+            copies[place].append(candidate)
+    return unique, copies
 
 
 class _Statements:
@@ -147,7 +170,8 @@ def propose_pairs(texts: Sequence[str], config: DedupConfig) -> list[tuple[int, 
             groups.setdefault(hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest(), []).append(index)
     similar: dict[tuple[int, int], float] = {}
     for members in groups.values():
-        similar.update((pair, 1.0) for pair in combinations(members, 2))
+        for place, member in enumerate(members):
+            similar.update(((other, member), 1.0) for other in members[: min(place, MAX_PARTNERS)])
     shingles = {index: shingle(text, config.shingle_size) for index, text in enumerate(squashed) if text}
     for first, second in _similar_pairs(shingles, config):
         if (first, second) in similar:
@@ -188,10 +212,11 @@ def _similar_pairs(shingles: dict[int, HashArray], config: DedupConfig) -> Itera
         sketch = MinHash(num_perm=num_perm, hashfunc=int)
         for start in range(0, len(hashes), _SKETCH_BATCH):
             sketch.update_batch(hashes[start : start + _SKETCH_BATCH].tolist())
-        matches: Iterable[int] = index.query(sketch)
-        for other in sorted(matches):
+        matches: list[int] = sorted(index.query(sketch))
+        for other in matches[:MAX_PARTNERS]:
             yield other, key
-        index.insert(key, sketch)
+        if len(matches) < MAX_PARTNERS:  # else the passages there are the better survivors, and enough of them
+            index.insert(key, sketch)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int, str]:

@@ -132,3 +132,11 @@ def test_merged_passages_point_at_survivors_and_sources_add_up(texts: list[list[
         assert gone.merged_into in kept
         assert gone.candidate.passage.id in kept[str(gone.merged_into)].sources
     assert sorted(source for c in outcome.kept for source in c.sources) == sorted(p.id for p in passages)
+
+
+def test_thousands_of_copies_cost_no_more_than_their_number() -> None:
+    copies = [Passage(id=f"c{i:04}", text="the same text here") for i in range(3000)]
+    pattern = [Passage(id=f"p{i:04}", text=f"Reading {i} of the meter in hall seven.") for i in range(1500)]
+    outcome = deduplicate(candidates([*copies, *pattern]), DedupConfig())
+    assert len(outcome.kept) == 1 + len(pattern)
+    assert outcome.kept[0].sources == tuple(copy.id for copy in copies)
