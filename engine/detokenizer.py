@@ -49,13 +49,12 @@ class IncrementalDetokenizer:
         return self._release(self._decoder.decode(data))
 
     def flush(self) -> str:
-        """The rest at the end of the output: a possible stop prefix that stayed one, a broken character as U+FFFD."""
+        """The rest at the end of the output: a possible stop prefix that stayed one.
+
+        The bytes of a character that the last token cut off are left out; bytes that never were one are U+FFFD."""
         if self.stopped:
             return ""
-        text = self._release(self._decoder.decode(b"", final=True))
-        if not self.stopped:
-            text += self._held
-        self._held = ""
+        text, self._held = self._held, ""
         return text
 
     def _release(self, text: str) -> str:
