@@ -54,8 +54,8 @@ def deduplicate(candidates: Sequence[Candidate], config: DedupConfig) -> StageOu
         members.setdefault(survivor, []).extend((ordered[index], *copies[index]))
         is_same = index in container[survivor]
         reason = "states the same" if is_same else "contained in another passage"
-        for gone in (ordered[index], *copies[index]):
-            filtered.append(Filtered(gone, "merged", reason, ordered[survivor].passage.id))
+        target = ordered[survivor].passage.id
+        filtered.extend(Filtered(gone, "merged", reason, target) for gone in (ordered[index], *copies[index]))
     for index, candidate in enumerate(ordered):
         if index in merged:
             continue
