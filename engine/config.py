@@ -46,8 +46,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Token-budget scheduling."""
 
-    max_num_batched_tokens: int = 2048
-    """Token budget of one step: decode tokens and prefill chunks together."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step: decode tokens and prefill chunks together. A step is the least time between two tokens
+    of a stream and before a cancelled request is let go: half a second on two cores for the default."""
     max_num_seqs: int = 64
     """Most sequences running at once."""
     long_prefill_token_threshold: int = 0
