@@ -11,6 +11,7 @@ from app.auth import Principal
 from app.backends.base import Backend, BackendRequest
 from app.compaction import Compaction, Compactor
 from app.completion_request import CompletionRequest, read_completion
+from app.drain import Drain
 from app.errors import InvalidRequestError
 from app.generation import Generation
 from app.input_budget import TtftObjective, tightest_objective
@@ -52,6 +53,7 @@ class ChatService:
         receipts: ReceiptStore,
         objective: TtftObjective,
         observer: ServiceObserver,
+        drain: Drain,
         served_model: ServedModel,
         limits: LimitSettings,
     ) -> None:
@@ -62,6 +64,7 @@ class ChatService:
         self._receipts = receipts
         self._objective = objective
         self._observer = observer
+        self._drain = drain
         self._served_model = served_model
         self._limits = limits
 
@@ -144,5 +147,6 @@ class ChatService:
             outputs=outputs,
             lease=lease,
             observer=self._observer,
+            drain=self._drain,
             arrived_s=arrival.arrived_s,
         )

@@ -11,6 +11,7 @@ GatewayError
 ├── ClientDisconnectedError 499  the client left; only logs see it
 ├── GenerationError         500  the engine failed this request
 └── OverloadedError         503  too many jobs; retry later
+    └── ShuttingDownError   503  the server ends; retry later
 """
 
 import math
@@ -101,6 +102,13 @@ class OverloadedError(GatewayError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class ShuttingDownError(OverloadedError):
+    """The server ends before the request could be finished."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down; retry later.", retry_after_s=5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +217,7 @@ TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
     QueueFullError: _unavailable,
     EngineDeadError: _unavailable,
     OverloadedError: _unavailable,
+    ShuttingDownError: _unavailable,
     EngineError: _internal,
     ReducerError: _internal,
     HTTPException: _framework,

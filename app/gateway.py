@@ -9,6 +9,7 @@ from app.auth import Authenticator
 from app.backends.base import Backend
 from app.chat_service import ChatService
 from app.compaction import Compactor
+from app.drain import Drain
 from app.errors import ConfigError, OverloadedError
 from app.input_budget import TtftObjective
 from app.observability import EngineCollector, GatewayMetrics
@@ -31,6 +32,7 @@ class Gateway:
         self.backend = backend
         self.authenticator = Authenticator(settings)
         self.admission = AdmissionController()
+        self.drain = Drain()
         self.receipts = ReceiptStore(settings.receipts)
         self.served_model = ServedModel(settings)
         self.metrics = GatewayMetrics(self.served_model.name)
@@ -93,6 +95,7 @@ class Gateway:
             receipts=self.receipts,
             objective=objective,
             observer=ServiceObserver(self.metrics, objective, self.served_model.name),
+            drain=self.drain,
             served_model=self.served_model,
             limits=settings.limits,
         )

@@ -13,7 +13,8 @@ import anyio
 
 from app.admission import Lease
 from app.compaction import Compaction
-from app.errors import GenerationError
+from app.drain import Drain
+from app.errors import GenerationError, ShuttingDownError
 from engine.outputs import RequestOutput, RequestTimings
 
 
@@ -45,14 +46,19 @@ class Generation:
         outputs: AsyncIterator[RequestOutput],
         lease: Lease,
         observer: GenerationObserver,
+        drain: Drain,
         arrived_s: float,
     ) -> None:
-        """``arrived_s`` is the request's arrival on the ``time.perf_counter`` clock."""
+        """``drain`` breaks it off at shutdown.
+
+        ``arrived_s`` is the request's arrival on the ``time.perf_counter`` clock.
+        """
         self.request_id = request_id
         self.completion_id = f"chatcmpl-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.compaction = compaction
         self.max_tokens = max_tokens
+        self.drain = drain
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -82,7 +88,8 @@ class Generation:
         self._observer.on_first_output(self)
 
     async def texts(self) -> AsyncIterator[str]:
-        """New text, never empty, to the end. Raises ``GenerationError`` or an ``EngineError`` where it breaks off."""
+        """New text, never empty, to the end. Raises ``GenerationError``, an ``EngineError`` or ``ShuttingDownError``
+        where it breaks off."""
         output = self._first
         assert output is not None, "start comes before texts"
         while True:
@@ -100,7 +107,8 @@ class Generation:
 
     async def _next(self) -> RequestOutput:
         try:
-            output = await anext(self._outputs, None)
+            with self.drain.interruptible():
+                output = await anext(self._outputs, None)
             if output is None:
                 raise GenerationError("The engine ended the output without a finish reason.")
             self.num_prompt_tokens = output.num_prompt_tokens
@@ -109,6 +117,9 @@ class Generation:
             self.timings = output.timings or self.timings
             if output.finish_reason in ("error", "abort"):
                 raise GenerationError(f"The engine failed this request: {output.error or output.finish_reason}.")
+        except ShuttingDownError:
+            await self._end("abort")
+            raise
         except Exception:
             await self._end("error")
             raise

@@ -115,13 +115,21 @@ class ASGIEventStream(ASGIResponse):
             raise
 
     async def send_body(self, send: Send, receive: Receive) -> None:
-        """Sends the events. Returns early when the client leaves; the generation is closed either way."""
+        """Sends the events. Returns early when the client leaves; the generation is closed either way.
+
+        A server that ends cancels what is left then: a client that does not even take the last frame.
+        """
         sender = asyncio.ensure_future(self._send_events(send))
         watcher = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if sender.done():
                 sender.result()
+        except asyncio.CancelledError:
+            if not self._generation.drain.is_over:
+                raise
+            log = structlog.get_logger("firsttoken.requests")
+            log.warning("stream_stuck_at_shutdown", request_id=self._generation.request_id)
         finally:
             await cancel_and_wait(sender, watcher)
             await self._events.aclose()

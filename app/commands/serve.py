@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -21,6 +22,8 @@ from app.settings import ServerSettings, Settings
 from engine.errors import EngineError
 
 MAX_TENANTS_SHOWN = 5
+FAREWELL_S = 2
+"""After the grace time: for clients to take the error that ends their answer."""
 
 
 @click.command()
@@ -33,15 +36,18 @@ def serve(file: Path | None) -> None:
     settings, source = load_settings(file)
     configure_logging(settings.logging)
     try:
-        asyncio.run(run_gateway(settings, source))
+        asyncio.run(run_gateway(make_gateway(settings), source))
     except (ConfigError, EngineError) as error:
         raise click.ClickException(str(error)) from error
 
 
-async def run_gateway(settings: Settings, source: str) -> None:
-    """Serves until a signal comes. Raises ``ConfigError`` or ``EngineError`` where it cannot start."""
+async def run_gateway(gateway: Gateway, source: str) -> None:
+    """Serves until a signal comes, then lets running requests go on for the grace time and ends those that are left.
+
+    ``source`` is where the settings come from. Raises ``ConfigError`` or ``EngineError`` where it cannot start.
+    """
+    settings = gateway.settings
     listener = bind(settings.server)
-    gateway = make_gateway(settings)
     stop = asyncio.Event()
     with listener, stopped_by_signals(stop):
         try:
@@ -57,6 +63,8 @@ async def run_gateway(settings: Settings, source: str) -> None:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             stopping.cancel()
+            await asyncio.wait({serving}, timeout=settings.server.shutdown_grace_s)
+            gateway.drain.end()
             await serving
         finally:
             await gateway.close()
@@ -105,7 +113,7 @@ def server_config(settings: Settings, gateway: Gateway) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         lifespan="on",
-        timeout_graceful_shutdown=max(1, round(settings.server.shutdown_grace_s)),
+        timeout_graceful_shutdown=math.ceil(settings.server.shutdown_grace_s) + FAREWELL_S,
     )
 
 

@@ -7,6 +7,7 @@ from litestar import Controller, Response, post
 from app.admission import Remaining
 from app.answers import chat_completion, reduction_headers
 from app.auth import Principal
+from app.gateway import Gateway
 from app.generation import Generation
 from app.http_io import GatewayRequest, gateway_of, json_response, read_arrival, unless_disconnected
 from app.streaming import EventStream
@@ -18,26 +19,35 @@ class ChatController(Controller):
     @post("/v1/chat/completions", status_code=200)
     async def create(self, request: GatewayRequest) -> Response[Any]:
         """A chat completion, whole or as a stream. Errors before the first token have their HTTP status."""
+        with gateway_of(request).drain.interruptible():
+            return await self._answer(request)
+
+    async def _answer(self, request: GatewayRequest) -> Response[Any]:
         gateway = gateway_of(request)
         arrival = await read_arrival(request)
         generation = await unless_disconnected(request.receive, gateway.chat_service.complete(arrival))
         compacted = generation.compaction.request
         model = compacted.body.model or gateway.served_model.name
-        headers = {
-            **reduction_headers(generation.compaction),
-            **rate_limit_headers(arrival.principal, gateway.admission.remaining(arrival.principal)),
-        }
         if compacted.body.stream:
+            headers = answer_headers(gateway, arrival.principal, generation)
             return EventStream(generation, model, includes_usage=compacted.includes_usage, headers=headers)
         try:
             text = await unless_disconnected(request.receive, _whole_text(generation))
         finally:
             await generation.aclose()
+        # Only now is the output charged, so that the limits in the headers are those of the next request.
+        headers = answer_headers(gateway, arrival.principal, generation)
         return json_response(chat_completion(generation, model, text), headers=headers)
 
 
 async def _whole_text(generation: Generation) -> str:
     return "".join([text async for text in generation.texts()])
+
+
+def answer_headers(gateway: Gateway, principal: Principal, generation: Generation) -> dict[str, str]:
+    """The receipt, what was saved, and what the tenant has left now."""
+    remaining = gateway.admission.remaining(principal)
+    return {**reduction_headers(generation.compaction), **rate_limit_headers(principal, remaining)}
 
 
 def rate_limit_headers(principal: Principal, remaining: Remaining) -> dict[str, str]:

@@ -12,6 +12,8 @@ class CompactController(Controller):
     @post("/v1/compact", status_code=200)
     async def create(self, request: GatewayRequest) -> Response[bytes]:
         """The compacted prompt and the decision about every document and turn."""
-        arrival = await read_arrival(request)
-        compaction = await unless_disconnected(request.receive, gateway_of(request).chat_service.compact(arrival))
+        gateway = gateway_of(request)
+        with gateway.drain.interruptible():
+            arrival = await read_arrival(request)
+            compaction = await unless_disconnected(request.receive, gateway.chat_service.compact(arrival))
         return json_response(compact_answer(compaction), headers=reduction_headers(compaction))

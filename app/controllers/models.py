@@ -3,6 +3,7 @@
 import msgspec
 from litestar import Controller, Response, get, post
 
+from app.chat_service import LARGE_BODY_BYTES
 from app.completion_request import convert_body, decode_object
 from app.errors import InvalidRequestError
 from app.gateway import Gateway
@@ -47,9 +48,11 @@ class ModelsController(Controller):
     @post(["/tokenize", "/v1/tokenize"], status_code=200)
     async def tokenize(self, request: GatewayRequest) -> Response[bytes]:
         """Token ids of a text, or of a conversation with template and tools."""
-        arrival = await read_arrival(request)
         gateway = gateway_of(request)
-        return json_response(await gateway.workers.run(_tokenize, gateway, arrival.body))
+        with gateway.drain.interruptible():
+            arrival = await read_arrival(request)
+            run = gateway.workers.run_large if len(arrival.body) > LARGE_BODY_BYTES else gateway.workers.run
+            return json_response(await run(_tokenize, gateway, arrival.body))
 
 
 def _tokenize(gateway: Gateway, body: bytes) -> Tokens:
