@@ -3,7 +3,7 @@
 from importlib.metadata import version
 from typing import Any
 
-from litestar import Controller, Response, get
+from litestar import Controller, HttpMethod, Response, get, route
 
 from app.errors import ErrorAnswer
 from app.http_io import GatewayRequest, gateway_of, json_response
@@ -11,16 +11,19 @@ from app.observability import CONTENT_TYPE
 
 VERSION = version("firsttoken")
 
+PROBES = [HttpMethod.GET, HttpMethod.HEAD]
+"""Some load balancers ask with HEAD; the answer is the same without its body."""
+
 
 class SystemController(Controller):
     """Liveness says that this process answers; health and readiness say that a completion would be served."""
 
-    @get(["/livez", "/ping", "/health/liveliness", "/health/liveness"])
+    @route(["/livez", "/ping", "/health/liveliness", "/health/liveness"], http_method=PROBES)
     async def live(self) -> Response[bytes]:
         """Always 200."""
         return json_response({"status": "alive"})
 
-    @get("/health")
+    @route("/health", http_method=PROBES)
     async def health(self, request: GatewayRequest) -> Response[bytes]:
         """200 and an empty body while the engine is alive, else 503."""
         if gateway_of(request).backend.is_alive:
@@ -29,7 +32,7 @@ class SystemController(Controller):
         answer = ErrorAnswer(503, "overloaded", "The engine is not available.")
         return Response(answer.body(), status_code=503, media_type="application/json", headers=headers)
 
-    @get(["/ready", "/readyz", "/health/readiness"])
+    @route(["/ready", "/readyz", "/health/readiness"], http_method=PROBES)
     async def ready(self, request: GatewayRequest) -> Response[bytes]:
         """200 once engine and encoder are loaded and as long as the engine is alive, else 503."""
         gateway = gateway_of(request)

@@ -281,6 +281,15 @@ async def test_tokens_per_day_are_charged_with_the_compacted_prompt_and_the_outp
     assert int(after.headers["x-ratelimit-remaining-tokens"]) == 10_000 - used - 34
 
 
+async def test_the_remaining_tokens_of_an_answer_are_without_its_own() -> None:
+    async with client(make_settings(acme={"tokens_per_day": 10_000})) as http:
+        first, second = [await http.post(URL, json=make_body(), headers=bearer()) for _ in range(2)]
+    used = [response.json()["usage"]["total_tokens"] for response in (first, second)]
+    assert first.json()["usage"]["completion_tokens"] == 4
+    assert int(first.headers["x-ratelimit-remaining-tokens"]) == 10_000 - used[0]
+    assert int(second.headers["x-ratelimit-remaining-tokens"]) == 10_000 - sum(used)
+
+
 async def test_a_prompt_over_the_days_rest_is_refused_and_charges_nothing() -> None:
     async with client(make_settings(acme={"tokens_per_day": 100})) as http:
         refused = await http.post(URL, json=make_body("x" * 200), headers=bearer())
@@ -303,6 +312,19 @@ async def test_a_dead_engine_is_503_with_retry_after_and_charges_nothing() -> No
         revived = await http.post(URL, json=make_body(), headers=bearer())
     assert revived.headers["x-ratelimit-remaining-tokens"] != "1000"
     assert revived.status_code == 200
+
+
+@pytest.mark.parametrize("url", ["/health", "/ready", "/readyz", "/livez", "/ping", "/health/readiness"])
+@pytest.mark.parametrize("is_alive", [False, True])
+async def test_a_probe_with_head_has_the_answer_to_get_without_its_body(url: str, is_alive: bool) -> None:
+    backend = EchoBackend()
+    async with client(backend=backend) as http:
+        backend.is_alive = is_alive
+        head, get = await http.head(url), await http.get(url)
+    assert head.content == b""
+    assert head.status_code == get.status_code
+    for name in ("content-type", "content-length", "retry-after"):
+        assert head.headers.get(name) == get.headers.get(name)
 
 
 async def test_a_full_queue_is_503_with_retry_after() -> None:
