@@ -36,7 +36,8 @@ _MARKDOWN = re.compile(
     r"|^ {0,3}\|?[^\S\n]*:?-{3,}:?[^\S\n]*\||\]\((?:https?:|/|#)|\*\*\S[^*\n]{0,200}\*\*"
 )
 _COLUMNS = re.compile(r"\S(?: {2,}|\t)\S")
-_LINE_GAP = re.compile(r"[^\S\n]*\n(?:[^\S\n]*\n)*")
+# Begins where its run of white space begins, else a long run without a line break costs the square of its length.
+_LINE_GAP = re.compile(r"(?<![^\S\n])[^\S\n]*+\n(?:[^\S\n]*+\n)*+")
 _RUN_GAP = re.compile(r"(?<=\S)(?:[^\S\n]{2,}|[\t\r\v\f\u3000])")
 _SENTENCE_GAP = re.compile(r"(?<=[。！？])(?=[^\s。！？”’」』）)])|(?<=[。！？.!?])[^\S\n](?=\S)")
 _SPEAKER = re.compile(r"[\w .'’-]{1,40}[:：]\s*\S")
