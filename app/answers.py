@@ -53,7 +53,7 @@ class Extension(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     """Output tokens that were allowed: what was asked for, clamped to the room in the window."""
     ignored_fields: list[str]
-    """Fields of the request that the engine does not know."""
+    """Fields of the request that the engine does not honour; of very many only some, and how many more."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,11 +20,16 @@ from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import LimitSettings
 from app.workers import WorkerPool
+from reducer.prompt import PromptParts
 
 INLINE_BODY_BYTES = 16 * 1024
 """A smaller body is read on the event loop: handing it to a thread would cost more than reading it."""
-LARGE_BODY_BYTES = 256 * 1024
+LARGE_BODY_BYTES = 64 * 1024
 """A larger body is read and reduced in the thread for large jobs."""
+LARGE_NUM_DOCUMENTS = 100
+"""More documents are reduced there as well: each costs milliseconds, however short it is."""
+LARGE_NUM_MESSAGES = 64
+"""More messages too; each costs about as much as two documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,15 @@ class Arrival:
     """On the ``time.perf_counter`` clock."""
     bypass: bool = False
     """Asked for in a header; the body can ask for it as well."""
+
+
+def is_large(num_bytes: int, parts: PromptParts) -> bool:
+    """Whether a reduction takes so long that small ones must not wait behind it."""
+    return (
+        num_bytes > LARGE_BODY_BYTES
+        or len(parts.passages) > LARGE_NUM_DOCUMENTS
+        or len(parts.messages) > LARGE_NUM_MESSAGES
+    )
 
 
 class ChatService:
@@ -85,7 +99,9 @@ class ChatService:
         try:
             request = await self._read(arrival.body)
             if request.body.model is None:
-                raise InvalidRequestError("Invalid 'model': the required field is missing.", param="model")
+                raise InvalidRequestError(
+                    "Invalid 'model': the required field is missing.", param="model", code="invalid_value"
+                )
             self._served_model.check(request.body.model)
             compaction = await self._reduce(arrival, request)
             lease.reserve(compaction.result.prompt_tokens)
@@ -111,7 +127,7 @@ class ChatService:
         budget = self._compactor.input_budget(
             request, principal, policy.settings, self._objective.max_input_tokens(objective_ms)
         )
-        run = self._workers.run_large if len(arrival.body) > LARGE_BODY_BYTES else self._workers.run
+        run = self._workers.run_large if is_large(len(arrival.body), request.parts) else self._workers.run
         compaction = await run(
             self._compactor.compact,
             request,
@@ -137,7 +153,7 @@ class ChatService:
                 tools=result.tools,
                 sampling=request.sampling(max_tokens),
                 cache_salt=arrival.principal.cache_salt,
-                template_kwargs=request.body.chat_template_kwargs or {},
+                template_kwargs=request.template_kwargs,
             )
         )
         return Generation(

@@ -59,8 +59,14 @@ class RequestCounter:
         """Exact tokens of the rendered prompt. Raises ``InvalidRequestError`` for what the template refuses."""
         try:
             return self._encoder.count_prompt(messages, tools, **self._template_kwargs)
-        except (ValueError, TypeError) as error:
-            raise InvalidRequestError(f"The chat template refuses this prompt: {error}", param="messages") from None
+        except ValueError as error:
+            raise template_refusal(error) from None
+
+
+def template_refusal(error: ValueError) -> InvalidRequestError:
+    """What the caller is told where the chat template does not take the messages."""
+    text = f"The chat template refuses this prompt: {error}"
+    return InvalidRequestError(text, param="messages", code="invalid_value")
 
 
 class Compactor:
@@ -82,7 +88,7 @@ class Compactor:
 
     def choose_policy(self, request: CompletionRequest, principal: Principal) -> ChosenPolicy:
         """The request's policy, else the tenant's. Raises ``InvalidRequestError`` naming those that exist."""
-        name = request.overrides.policy or principal.tenant.policy
+        name = principal.tenant.policy if request.overrides.policy is None else request.overrides.policy
         policy = self._settings.policy(name)
         if policy is None:
             known = ", ".join(self._settings.policy_names)
@@ -121,7 +127,7 @@ class Compactor:
         """Reduces one request. Raises ``ContextLengthError`` where what must not be cut is over a limit."""
         started = time.perf_counter()
         self._refuse_by_size(request.parts, budget)
-        counter = RequestCounter(self._prompt_encoder, request.body.chat_template_kwargs or {})
+        counter = RequestCounter(self._prompt_encoder, request.template_kwargs)
         reducer = Reducer(self._reducer_configs[policy], counter, self._encoder)
 
         def reduce(within: Budget) -> ReductionResult:
@@ -162,9 +168,8 @@ class Compactor:
             raise self._too_long(num_tokens, budget, is_lower_bound=True)
 
     def _too_long(self, num_tokens: int, budget: InputBudget, *, is_lower_bound: bool = False) -> ContextLengthError:
-        source = budget.hard.source
-        limit = self._max_model_len if source == "window" else budget.hard.max_input_tokens
-        return ContextLengthError(limit, num_tokens, source, is_lower_bound=is_lower_bound)
+        limit = None if budget.hard.source == "window" else budget.hard
+        return ContextLengthError(self._max_model_len, num_tokens, limit, is_lower_bound=is_lower_bound)
 
 
 def _texts(message: Mapping[str, Any]) -> Sequence[str]:

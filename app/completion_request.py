@@ -8,13 +8,30 @@ from typing import Any, TypeVar
 import msgspec
 
 from app.errors import InvalidRequestError
-from app.schemas import ROLES, ChatMessage, CompletionBody, Document, ImagePart, Overrides, RefusalPart, TextPart
+from app.schemas import (
+    PART_TYPES,
+    ROLES,
+    ChatMessage,
+    CompletionBody,
+    Document,
+    ImagePart,
+    Overrides,
+    RefusalPart,
+    TextPart,
+)
 from engine.sampling_params import SamplingParams
 from reducer.prompt import Passage, PromptParts
 
 MAX_STOP_STRINGS = 16
 MAX_NUM_DOCUMENTS = 10_000
 
+MAX_NUM_IGNORED = 16
+"""Unknown fields that an answer names; further ones are only counted."""
+MAX_FIELD_NAME_CHARS = 64
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "self")
+"""Variables of the chat template that the gateway fills itself."""
+
+_KNOWN_FIELDS = frozenset(CompletionBody.__struct_fields__)
 _LOCATED = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`")
@@ -35,7 +52,14 @@ class CompletionRequest:
     """Output tokens that the client asks for, whichever of the two fields named them."""
     stop: tuple[str, ...]
     ignored: tuple[str, ...]
-    """Fields that change sampling and that the embedded engine does not know; the answer lists them."""
+    """Fields that the embedded engine does not honour; the answer lists them."""
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Further variables of the chat template. Those of ``chat_template_kwargs`` win."""
+        effort = self.body.reasoning_effort
+        variables = {} if effort is None else {"reasoning_effort": effort}
+        return variables | (self.body.chat_template_kwargs or {})
 
     @property
     def includes_usage(self) -> bool:
@@ -89,6 +113,7 @@ def read_completion(body: bytes) -> CompletionRequest:
     checked = convert_body(raw, CompletionBody)
     _check_messages(checked.messages)
     _check_unsupported(checked)
+    _check_template_kwargs(checked.chat_template_kwargs or {})
     return CompletionRequest(
         body=checked,
         raw=raw,
@@ -100,22 +125,29 @@ def read_completion(body: bytes) -> CompletionRequest:
         overrides=checked.firsttoken or Overrides(),
         max_tokens=checked.max_completion_tokens or checked.max_tokens,
         stop=_stop_strings(checked.stop),
-        ignored=_ignored_fields(checked),
+        ignored=(*_ignored_fields(checked), *_unknown_fields(raw)),
     )
 
 
 def _field_error(text: str, raw: Any) -> InvalidRequestError:
     located = _LOCATED.fullmatch(text)
     what, path = (located["text"], located["path"]) if located is not None else (text, "")
+    # A decoder's text ends with the type where it is wrong; where the value is, it says what would be allowed.
+    code = "invalid_type" if what.startswith("Expected") and ", got " in what else "invalid_value"
     if (missing := _MISSING.fullmatch(what)) is not None:
         path, what = _join(path, missing["field"]), "the required field is missing"
     elif (unknown := _UNKNOWN.fullmatch(what)) is not None:
         path, what = _join(path, unknown["field"]), "the field is unknown"
     elif path.endswith(".role") and what.startswith("Invalid enum value"):
         what = f"{what}; it must be one of {', '.join(ROLES)}"
-    elif ", got " not in what and isinstance(value := _value_at(raw, path), int | float | str):
+    elif path.endswith(".type") and what.startswith("Invalid value"):
+        what = f"{what}; it must be one of {', '.join(PART_TYPES)}"
+    elif (
+        what.startswith("Expected")
+        and ", got " not in what
+        and isinstance(value := _value_at(raw, path), int | float | str)
+    ):
         what = f"{what}, got {_short(value)}"
-    code = "invalid_type" if what.startswith("Expected") and ", got " in what else "invalid_value"
     return InvalidRequestError(f"Invalid '{path}': {what}." if path else what, param=path or None, code=code)
 
 
@@ -166,6 +198,13 @@ def _check_unsupported(body: CompletionBody) -> None:
             raise InvalidRequestError(text, param=name, code="unsupported_value")
 
 
+def _check_template_kwargs(variables: Mapping[str, Any]) -> None:
+    for name in RESERVED_VARIABLES:
+        if name in variables:
+            text = f"Invalid 'chat_template_kwargs': the variable {name!r} is reserved; the gateway sets it itself."
+            raise InvalidRequestError(text, param="chat_template_kwargs", code="invalid_value")
+
+
 def _ignored_fields(body: CompletionBody) -> tuple[str, ...]:
     changed = {
         "frequency_penalty": bool(body.frequency_penalty),
@@ -173,10 +212,19 @@ def _ignored_fields(body: CompletionBody) -> tuple[str, ...]:
         "logit_bias": bool(body.logit_bias),
         "min_p": bool(body.min_p),
         "repetition_penalty": body.repetition_penalty not in (None, 1.0),
-        "response_format": (body.response_format or {}).get("type", "text") != "text",
+        "response_format": body.response_format is not None and body.response_format.type != "text",
         "tool_choice": body.tool_choice not in (None, "auto", "none"),
     }
     return tuple(name for name, is_changed in changed.items() if is_changed)
+
+
+def _unknown_fields(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of fields that have a value and no meaning here, short enough for an answer."""
+    names = [name for name, value in raw.items() if value is not None and name not in _KNOWN_FIELDS]
+    shown = [name if len(name) <= MAX_FIELD_NAME_CHARS else f"{name[:MAX_FIELD_NAME_CHARS]}…" for name in names]
+    if len(shown) > MAX_NUM_IGNORED:
+        shown[MAX_NUM_IGNORED:] = [f"… and {len(shown) - MAX_NUM_IGNORED} more"]
+    return tuple(shown)
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -185,7 +233,9 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
         text = f"Invalid 'stop': at most {MAX_STOP_STRINGS} strings, got {len(strings)}."
         raise InvalidRequestError(text, param="stop", code="invalid_value")
     if not all(strings):
-        raise InvalidRequestError("Invalid 'stop': it must not hold an empty string.", param="stop")
+        raise InvalidRequestError(
+            "Invalid 'stop': it must not hold an empty string.", param="stop", code="invalid_value"
+        )
     return strings
 
 

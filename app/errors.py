@@ -25,6 +25,7 @@ from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFou
 
 from engine.errors import EngineDeadError, EngineError, PromptTooLongError, QueueFullError
 from reducer.errors import BudgetExceededError, InvalidPromptError, ReducerError
+from reducer.prompt import Budget
 
 _FIELD = re.compile(r"(messages|documents|tools)(\[\d+\]|\.\w+)*")
 
@@ -49,13 +50,18 @@ class InvalidRequestError(GatewayError):
 class ContextLengthError(GatewayError):
     """A prompt that must not be cut does not fit. The first sentence is the one that OpenAI's clients look for."""
 
-    def __init__(self, limit: int, num_tokens: int, source: str, *, is_lower_bound: bool = False) -> None:
+    def __init__(
+        self, max_model_len: int, num_tokens: int, limit: Budget | None = None, *, is_lower_bound: bool = False
+    ) -> None:
+        """``limit`` is the one that the prompt is over; ``None`` for the model's window."""
         at_least = "at least " if is_lower_bound else ""
-        room = ", and the answer needs at least 1 more" if source == "window" else ""
+        if limit is None:
+            reason = "and the answer needs at least 1 more"
+        else:
+            reason = f"and the limit set by the {limit.source} is {limit.max_input_tokens}"
         super().__init__(
-            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {at_least}"
-            f"{num_tokens} tokens that must not be cut{room}. Please reduce the length of the messages. "
-            f"The limit is set by the {source}."
+            f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
+            f"{at_least}{num_tokens} tokens that must not be cut, {reason}. Please reduce the length of the messages."
         )
 
 
@@ -134,7 +140,8 @@ def _retry_after(seconds: float) -> dict[str, str]:
 
 def _invalid_prompt(error: InvalidPromptError) -> ErrorAnswer:
     field_name = _FIELD.match(str(error))
-    return ErrorAnswer(400, "invalid_request_error", str(error), field_name[0] if field_name else "messages")
+    param = field_name[0] if field_name else "messages"
+    return ErrorAnswer(400, "invalid_request_error", str(error), param, "invalid_value")
 
 
 def _invalid(error: Exception) -> ErrorAnswer:
@@ -146,12 +153,8 @@ def _context_length(error: Exception) -> ErrorAnswer:
     return ErrorAnswer(400, "invalid_request_error", str(error), "messages", "context_length_exceeded")
 
 
-def _budget_exceeded(error: BudgetExceededError) -> ErrorAnswer:
-    return _context_length(ContextLengthError(error.max_input_tokens, error.num_tokens, error.source))
-
-
 def _prompt_too_long(error: PromptTooLongError) -> ErrorAnswer:
-    return _context_length(ContextLengthError(error.max_model_len, error.num_prompt_tokens, "window"))
+    return _context_length(ContextLengthError(error.max_model_len, error.num_prompt_tokens))
 
 
 def _not_found(error: NotFoundError) -> ErrorAnswer:
@@ -204,9 +207,11 @@ def _framework(error: HTTPException) -> ErrorAnswer:
 TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
     InvalidRequestError: _invalid,
     InvalidPromptError: _invalid_prompt,
-    RecursionError: lambda _: _invalid(InvalidRequestError("The request body is nested too deeply.")),
+    RecursionError: lambda _: ErrorAnswer(
+        400, "invalid_request_error", "The request body is nested too deeply.", None, "invalid_json"
+    ),
     ContextLengthError: _context_length,
-    BudgetExceededError: _budget_exceeded,
+    BudgetExceededError: _context_length,
     PromptTooLongError: _prompt_too_long,
     AuthenticationError: _unauthenticated,
     NotFoundError: _not_found,

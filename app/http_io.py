@@ -78,7 +78,8 @@ async def read_body(request: GatewayRequest, max_body_bytes: int) -> bytes:
     """The whole body. Raises ``RequestTooLargeError``, and ``ClientDisconnectedError`` where it never ends."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        raise InvalidRequestError(f"The content encoding {encoding!r} is not supported; send the body as it is.")
+        text = f"The content encoding {encoding!r} is not supported; send the body as it is."
+        raise InvalidRequestError(text, code="unsupported_value")
     chunks: list[bytes] = []
     num_bytes = 0
     while True:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+PART_TYPES = ("text", "refusal", "image_url", "input_audio", "file")
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -111,10 +112,16 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
 
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The form that the client wants for the answer; anything but text is ignored and said to be."""
+
+    type: str
+
+
 class Overrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a request may decide about its own reduction. Ours alone, so a misspelt key is refused."""
 
-    policy: str | None = None
+    policy: Annotated[str, Meta(min_length=1)] | None = None
     max_input_tokens: PositiveInt | None = None
     ttft_slo_ms: Annotated[float, Meta(gt=0)] | None = None
     bypass: bool | None = None
@@ -129,6 +136,8 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     firsttoken: Overrides | None = None
     tools: list[ToolDefinition] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template; templates that do not know it leave it out."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -149,7 +158,7 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     tool_choice: str | dict[str, Any] | None = None
 
 

@@ -4,6 +4,7 @@ import msgspec
 from litestar import Controller, Response, get, post
 
 from app.chat_service import LARGE_BODY_BYTES
+from app.compaction import template_refusal
 from app.completion_request import convert_body, decode_object
 from app.errors import InvalidRequestError
 from app.gateway import Gateway
@@ -61,7 +62,9 @@ def _tokenize(gateway: Gateway, body: bytes) -> Tokens:
     if checked.model is not None:
         gateway.served_model.check(checked.model)
     if (checked.prompt is None) == (checked.messages is None):
-        raise InvalidRequestError("Exactly one of 'prompt' and 'messages' is required.", param="prompt")
+        raise InvalidRequestError(
+            "Exactly one of 'prompt' and 'messages' is required.", param="prompt", code="invalid_value"
+        )
     encoder = gateway.backend.encoder
     if checked.prompt is not None:
         token_ids = encoder.encode_text(checked.prompt)
@@ -69,5 +72,5 @@ def _tokenize(gateway: Gateway, body: bytes) -> Tokens:
         try:
             token_ids = encoder.encode_chat(raw["messages"], raw.get("tools") or ())
         except ValueError as error:
-            raise InvalidRequestError(f"The chat template refuses this prompt: {error}", param="messages") from None
+            raise template_refusal(error) from None
     return Tokens(count=len(token_ids), max_model_len=gateway.backend.info.max_model_len, tokens=token_ids)

@@ -1,5 +1,6 @@
 """Chat completions over HTTP with an echo engine: shapes, headers, streams, errors, budgets."""
 
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -109,6 +110,41 @@ async def test_the_gateway_counts_what_the_engine_counts_with_tools_and_template
     assert "firsttoken_prompt_count_mismatch_total{" not in metrics
 
 
+async def test_the_reasoning_effort_reaches_the_template_and_unknown_fields_are_named() -> None:
+    backend = EchoBackend()
+    body = make_body(reasoning_effort="low", x_custom=1, truncate_prompt_tokens=5)
+    async with client(backend=backend) as http:
+        answer = (await http.post(URL, json=body, headers=bearer())).json()
+    assert backend.requests[0].template_kwargs == {"reasoning_effort": "low"}
+    assert answer["usage"]["prompt_tokens"] == answer["firsttoken"]["prompt_tokens"]
+    assert answer["firsttoken"]["ignored_fields"] == ["x_custom", "truncate_prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "lane"),
+    [
+        ({"documents": make_documents(40)}, "firsttoken-worker"),
+        ({"documents": make_documents(140, num_words=2)}, "firsttoken-large"),
+        ({"documents": make_documents(3, num_words=4000)}, "firsttoken-large"),
+        ({"messages": [user("hi")] * 40}, "firsttoken-worker"),
+        ({"messages": [user("hi")] * 80}, "firsttoken-large"),
+    ],
+)
+async def test_heavy_prompts_are_reduced_in_a_lane_of_their_own(fields: dict[str, Any], lane: str) -> None:
+    backend, lanes = EchoBackend(), set()
+    encode = backend.encoder.encode_chat
+
+    def encode_and_note(*args: Any, **kwargs: Any) -> list[int]:
+        lanes.add(threading.current_thread().name.rpartition("_")[0])
+        return encode(*args, **kwargs)
+
+    async with client(backend=backend) as http:
+        backend.encoder.encode_chat = encode_and_note  # type: ignore[method-assign]
+        response = await http.post("/v1/compact", json=make_body() | fields, headers=bearer())
+    assert response.status_code == 200
+    assert lanes == {lane}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("key", "fields", "status", "code"),
@@ -120,8 +156,13 @@ async def test_the_gateway_counts_what_the_engine_counts_with_tools_and_template
         (ACME_KEY, {"messages": [user("x" * 5000)]}, 400, "context_length_exceeded"),
         (ACME_KEY, {"documents": [{"id": "a"}]}, 400, "invalid_value"),
         (ACME_KEY, {"firsttoken": {"policy": "no"}}, 400, "invalid_value"),
-        (ACME_KEY, {"chat_template_kwargs": {"refuse": True}}, 400, None),
-        (ACME_KEY, {"messages": [{"role": "system", "content": "x"}]}, 400, None),
+        (ACME_KEY, {"chat_template_kwargs": {"refuse": True}}, 400, "invalid_value"),
+        (ACME_KEY, {"chat_template_kwargs": {"messages": []}}, 400, "invalid_value"),
+        (ACME_KEY, {"reasoning_effort": 3}, 400, "invalid_type"),
+        (ACME_KEY, {"model": None}, 400, "invalid_value"),
+        (ACME_KEY, {"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_value"),
+        (ACME_KEY, {"firsttoken": {"policy": ""}}, 400, "invalid_value"),
+        (ACME_KEY, {"firsttoken": {"max_input_tokens": 5}}, 400, "context_length_exceeded"),
     ],
 )
 async def test_errors_are_plain_json_with_or_without_stream(
@@ -223,8 +264,8 @@ async def test_a_prompt_over_a_tenants_limit_names_that_limit() -> None:
     async with client(make_settings(acme={"max_input_tokens": 50})) as http:
         error = (await http.post(URL, json=make_body("x" * 100), headers=bearer())).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert error["message"].startswith("This model's maximum context length is 50 tokens. However,")
-    assert "tenant" in error["message"]
+    assert error["message"].startswith("This model's maximum context length is 4096 tokens. However,")
+    assert "the limit set by the tenant is 50." in error["message"]
 
 
 async def test_bypass_sends_the_prompt_unreduced(http: AsyncTestClient[Any]) -> None:

@@ -95,6 +95,14 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> 
         ({"firsttoken": {"max_input_tokens": 0}}, "firsttoken.max_input_tokens", "got 0"),
         ({"firsttoken": {"ttft_slo_ms": 0}}, "firsttoken.ttft_slo_ms", "got 0"),
         ({"firsttoken": {"bypass": "yes"}}, "firsttoken.bypass", "got `str`"),
+        ({"firsttoken": {"policy": ""}}, "firsttoken.policy", "length >= 1, got ''"),
+        ({"response_format": {"type": 5}}, "response_format.type", "got `int`"),
+        ({"response_format": {"type": ["text"]}}, "response_format.type", "got `array`"),
+        ({"response_format": {}}, "response_format.type", "missing"),
+        ({"response_format": [1]}, "response_format", "got `array`"),
+        ({"reasoning_effort": 3}, "reasoning_effort", "got `int`"),
+        ({"reasoning_effort": ["low"]}, "reasoning_effort", "got `array`"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs", "got `str`"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, message: str) -> None:
@@ -102,6 +110,60 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, message: str
         read(**fields)
     assert caught.value.param == param
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"max_tokens": 0}, "invalid_value"),
+        ({"temperature": -1}, "invalid_value"),
+        ({"seed": 2**70}, "invalid_value"),
+        ({"firsttoken": {"ttft_slo_ms": 0}}, "invalid_value"),
+        ({"documents": [{"id": "", "text": "x"}]}, "invalid_value"),
+        ({"documents": [{"id": "a"}]}, "invalid_value"),
+        ({"messages": [{"role": "robot, got `x`", "content": "hi"}]}, "invalid_value"),
+        ({"stop": ""}, "invalid_value"),
+        ({"stop": [""]}, "invalid_value"),
+        ({"firsttoken": {"policy": ""}}, "invalid_value"),
+        ({"max_tokens": "0"}, "invalid_type"),
+        ({"max_tokens": 2.5}, "invalid_type"),
+        ({"temperature": None, "top_p": True}, "invalid_type"),
+        ({"reasoning_effort": 3}, "invalid_type"),
+        ({"response_format": {"type": 5}}, "invalid_type"),
+        ({"messages": [{"role": "user", "content": None}]}, "invalid_type"),
+    ],
+)
+def test_a_wrong_type_and_a_wrong_value_have_codes_of_their_own(fields: dict[str, Any], code: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(**fields)
+    assert caught.value.code == code
+
+
+def test_an_unknown_part_type_is_shown_once_with_those_that_exist() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(messages=[{"role": "user", "content": [{"type": "zzz"}]}])
+    assert str(caught.value) == (
+        "Invalid 'messages[0].content[0].type': Invalid value 'zzz'; "
+        "it must be one of text, refusal, image_url, input_audio, file."
+    )
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "self"])
+def test_template_variables_that_the_gateway_sets_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"'{name}' is reserved") as caught:
+        read(chat_template_kwargs={"enable_thinking": False, name: None})
+    assert (caught.value.param, caught.value.code) == ("chat_template_kwargs", "invalid_value")
+
+
+def test_the_reasoning_effort_is_a_variable_of_the_template() -> None:
+    assert read().template_kwargs == {}
+    assert read(reasoning_effort=None, chat_template_kwargs=None).template_kwargs == {}
+    assert read(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}).template_kwargs == {
+        "reasoning_effort": "low",
+        "enable_thinking": True,
+    }
+    by_name = read(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+    assert by_name.template_kwargs == {"reasoning_effort": "high"}
 
 
 def test_unknown_fields_stay_where_they_were() -> None:
@@ -168,6 +230,20 @@ def test_fields_that_the_engine_does_not_know_are_listed_only_where_they_change_
         "frequency_penalty",
         "response_format",
     )
+
+
+def test_unknown_fields_with_a_value_are_listed_as_ignored() -> None:
+    request = read(x_custom={"a": 1}, truncate_prompt_tokens=5, service_tier="auto", user=None, top_k=5, seed=1)
+    assert request.ignored == ("x_custom", "truncate_prompt_tokens", "service_tier")
+    assert read(min_p=0.5, reasoning_effort="low", extra_body={}).ignored == ("min_p", "extra_body")
+
+
+def test_very_many_and_very_long_unknown_fields_are_cut() -> None:
+    ignored = read(**{f"x{index}" + "y" * 5000: True for index in range(3000)}).ignored
+    assert len(ignored) == 17
+    assert ignored[0] == "x0" + "y" * 62 + "…"
+    assert ignored[-1] == "… and 2984 more"
+    assert max(map(len, ignored)) == 65
 
 
 JSON = st.recursive(

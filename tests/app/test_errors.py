@@ -9,18 +9,19 @@ from app import errors
 from app.errors import ContextLengthError, ErrorAnswer, RateLimitError, answer_of
 from engine.errors import EngineDeadError, EngineError, PromptTooLongError, QueueFullError
 from reducer.errors import BudgetExceededError, InvalidPromptError
+from reducer.prompt import Budget
 
 
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code", "param"),
     [
         (errors.InvalidRequestError("x", param="n"), 400, "invalid_request_error", None, "n"),
-        (InvalidPromptError("documents[3].id must"), 400, "invalid_request_error", None, "documents[3].id"),
-        (InvalidPromptError("no user"), 400, "invalid_request_error", None, "messages"),
-        (ContextLengthError(10, 20, "window"), 400, "invalid_request_error", "context_length_exceeded", "messages"),
+        (InvalidPromptError("documents[3].id must"), 400, "invalid_request_error", "invalid_value", "documents[3].id"),
+        (InvalidPromptError("no user"), 400, "invalid_request_error", "invalid_value", "messages"),
+        (ContextLengthError(10, 20), 400, "invalid_request_error", "context_length_exceeded", "messages"),
         (PromptTooLongError(20, 10), 400, "invalid_request_error", "context_length_exceeded", "messages"),
         (BudgetExceededError(20, 10, "tenant"), 400, "invalid_request_error", "context_length_exceeded", "messages"),
-        (RecursionError(), 400, "invalid_request_error", None, None),
+        (RecursionError(), 400, "invalid_request_error", "invalid_json", None),
         (errors.AuthenticationError("x"), 401, "authentication_error", "invalid_api_key", None),
         (errors.NotFoundError("x", code="model_not_found"), 404, "invalid_request_error", "model_not_found", None),
         (UnknownRoute(), 404, "invalid_request_error", "unknown_url", None),
@@ -59,8 +60,16 @@ def test_what_may_be_tried_again_says_when_in_whole_seconds_rounded_up(error: Ex
 
 
 def test_context_length_opens_with_the_sentence_that_clients_look_for() -> None:
-    assert str(ContextLengthError(8192, 9000, "window")).startswith(
-        "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens"
+    assert str(ContextLengthError(8192, 9000)) == (
+        "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens "
+        "that must not be cut, and the answer needs at least 1 more. Please reduce the length of the messages."
+    )
+
+
+def test_a_limit_below_the_window_is_named_beside_it() -> None:
+    assert str(ContextLengthError(8192, 34, Budget(20, "request"), is_lower_bound=True)) == (
+        "This model's maximum context length is 8192 tokens. However, your messages resulted in at least 34 tokens "
+        "that must not be cut, and the limit set by the request is 20. Please reduce the length of the messages."
     )
 
 

@@ -25,7 +25,7 @@ def series(text: str) -> dict[str, float]:
 
 async def test_a_completion_is_measured_under_vllms_names() -> None:
     async with AsyncTestClient(make_app()) as http:
-        answer = (await http.post(URL, json=make_body(documents=make_documents(9)), headers=bearer())).json()
+        answer = (await http.post(URL, json=make_body(documents=make_documents(5)), headers=bearer())).json()
         response = await http.get("/metrics")
     metrics = series(response.text)
     label = '{model_name="default"}'
