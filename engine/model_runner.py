@@ -68,7 +68,7 @@ class ModelRunner:
             model=str(model_path),
             architecture=self.spec.architecture,
             dtype=next(name for name, dtype in _DTYPES.items() if dtype == self.dtype),
-            num_parameters=sum(slot.numel() for slot in self._model.weight_slots().values()),
+            num_parameters=self._model.num_parameters,
             max_model_len=self.max_model_len,
             vocab_size=self.spec.vocab_size,
             num_layers=self.spec.num_layers,

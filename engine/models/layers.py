@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from engine.cpu_runtime import lazy_zeros
 from engine.model_spec import RopeSpec
+from kernels.linear import linear, pack_weight
 
 WeightSlots = dict[str, torch.Tensor]
 """Name in the checkpoint to the memory that takes its values."""
@@ -37,7 +37,11 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, in_features). Returns (num_tokens, sum of out_features)."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Lay the filled weights out for the processor; ``slots`` is of no use afterwards."""
+        self.weight = pack_weight(self.weight)
 
     def slots(self, *names: str) -> WeightSlots:
         """Where the weights (and biases) of the named projections go, in the order of ``out_features``."""

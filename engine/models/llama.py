@@ -68,6 +68,11 @@ class LlamaLayer:
             **self.down.slots(f"{mlp}.down_proj"),
         }
 
+    def pack(self) -> None:
+        """Lay the filled weights out for the processor."""
+        for projection in (self.qkv, self.o, self.gate_up, self.down):
+            projection.pack()
+
     def __call__(
         self,
         residual: torch.Tensor,
@@ -114,19 +119,26 @@ class LlamaForCausalLM:
         self.embedding = lazy_zeros((spec.vocab_size, spec.hidden_size), dtype=dtype, device=device)
         self.layers = [LlamaLayer(spec, attention, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         self.norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.lm_head = (
-            self.embedding if spec.tie_word_embeddings else lazy_zeros(self.embedding.shape, dtype=dtype, device=device)
-        )
+        self.lm_head = Linear(spec.hidden_size, (spec.vocab_size,), bias=False, dtype=dtype, device=device)
+        if spec.tie_word_embeddings:
+            self.lm_head.weight = self.embedding
         self.inv_freq = rope_frequencies(spec.rope, spec.head_dim).to(device)
+        self.num_parameters = sum(slot.numel() for slot in self.weight_slots().values())
 
     def weight_slots(self) -> WeightSlots:
         """Where each weight of the checkpoint goes."""
         slots = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.spec.tie_word_embeddings:
-            slots["lm_head.weight"] = self.lm_head
+            slots |= self.lm_head.slots("lm_head")
         for index, layer in enumerate(self.layers):
             slots |= layer.slots(f"model.layers.{index}")
         return slots
+
+    def finish_loading(self) -> None:
+        """See ``CausalLM.finish_loading``. The embedding table stays plain for looking up rows."""
+        for layer in self.layers:
+            layer.pack()
+        self.lm_head.pack()
 
     def forward(
         self,
@@ -146,4 +158,4 @@ class LlamaForCausalLM:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (num_rows, hidden_size) from ``forward``. Returns (num_rows, vocab_size), fp32."""
-        return F.linear(hidden, self.lm_head).float()
+        return self.lm_head(hidden).float()

@@ -25,9 +25,15 @@ class CausalLM(Protocol):
 
     spec: ModelSpec
     dtype: torch.dtype
+    num_parameters: int
+    """Tied ones counted once."""
 
     def weight_slots(self) -> WeightSlots:
-        """Where each weight of the checkpoint goes; filling all of them completes the model."""
+        """Where each weight of the checkpoint goes; call ``finish_loading`` once all are filled."""
+        ...
+
+    def finish_loading(self) -> None:
+        """Lay the weights out for the processor; the slots are of no use afterwards."""
         ...
 
     def forward(
@@ -72,6 +78,7 @@ def load_model(
     model_class = getattr(importlib.import_module(module), name)
     model: CausalLM = model_class(spec, attention, dtype=dtype, device=torch.device(device))
     fill_slots(model.weight_slots(), checkpoint)
+    model.finish_loading()
     return model
 
 
