@@ -7,7 +7,8 @@ from typing import Literal
 
 import msgspec
 
-DocumentOrder = Literal["input", "best_first", "best_last"]
+DocumentOrder = Literal["input", "best_first", "best_last", "cache"]
+VolatilePolicy = Literal["report", "move"]
 
 
 def _check_share(name: str, value: float) -> None:
@@ -137,7 +138,21 @@ class TemplateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How the passages are written into the prompt."""
 
     document_order: DocumentOrder = "input"
-    """``input`` keeps the caller's order, ``best_first`` and ``best_last`` sort by score."""
+    """``input`` keeps the caller's order, ``best_first`` and ``best_last`` sort by score, ``cache`` shares the longest
+    beginning with recently served prompts of the same scope."""
+    max_rank_loss: float = 0.5
+    """Most that ``cache`` may go against the order by score: 0 is best last, 1 is best first."""
+    canonical_tools: bool = True
+    """Tools by name and their keys in one order, so that equal tools are equal bytes."""
+    volatile_fields: VolatilePolicy = "report"
+    """What happens to clock, date, ids, user name and counters in system text: ``report`` leaves the text as it is,
+    ``move`` writes their lines behind the documents, where they cost no cached prefix."""
+    block_size: int = 16
+    """Tokens of one block of the engine's prefix cache."""
+
+    def __post_init__(self) -> None:
+        _check_share("max_rank_loss", self.max_rank_loss)
+        _check_at_least("block_size", self.block_size, 1)
 
 
 class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,6 +179,8 @@ class ReducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     min_prompt_tokens: int = 100
     """A prompt that fits its budget and is no longer than this passes through: less than it costs is to be gained."""
+    deadline_s: float | None = None
+    """Time limit of one reduction in seconds, unless the request sets one; then the best partial result is sent."""
     clean: CleanConfig = CleanConfig()
     dedup: DedupConfig = DedupConfig()
     rank: RankConfig = RankConfig()
@@ -174,3 +191,5 @@ class ReducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         _check_at_least("min_prompt_tokens", self.min_prompt_tokens, 0)
+        if self.deadline_s is not None:
+            _check_at_least("deadline_s", self.deadline_s, 0.0)

@@ -11,8 +11,10 @@ from typing import Any
 
 from reducer.access import filter_readable
 from reducer.budget import free_tokens, split_allowance
+from reducer.canonical import canonical_json
 from reducer.clean import clean
 from reducer.config import ReducerConfig
+from reducer.deadline import Deadline, DeadlineEncoder, select_whole
 from reducer.dedup import deduplicate
 from reducer.encoder import Encoder
 from reducer.errors import BudgetExceededError, InvalidPromptError
@@ -26,13 +28,15 @@ from reducer.history import (
     read_conversation,
     reduce_history,
 )
+from reducer.ordering import OrderMemory, PrefixKey, make_arrange, passage_key, prefix_key
+from reducer.prefix import Prepared, prepare, report_prefix
 from reducer.prompt import Budget, Caller, Passage, PromptParts
 from reducer.rank import Query, rank
 from reducer.receipt import decide_documents, keep_turns
-from reducer.result import BudgetReport, ReductionResult, StageReport
-from reducer.selection import select
+from reducer.result import BudgetReport, PrefixReport, ReductionResult, StageReport
+from reducer.selection import SelectionOutcome, select
 from reducer.stage import Candidate, Filtered, Selected, whole_spans
-from reducer.template import CLOSING, OPENING, render_documents, render_heading
+from reducer.template import CLOSING, OPENING, message_text, prepend_documents, render_documents, render_heading
 from reducer.tokens import CachedCounter, TokenCounter
 
 
@@ -40,7 +44,7 @@ from reducer.tokens import CachedCounter, TokenCounter
 class _Run:
     """The working state of one request."""
 
-    parts: PromptParts
+    prepared: Prepared
     budget: Budget
     conversation: Conversation
     counter: CachedCounter
@@ -51,6 +55,15 @@ class _Run:
     num_denied: int
     query: Query
     history: HistoryOutcome
+    deadline: Deadline = field(default_factory=lambda: Deadline(None))
+    order_memory: OrderMemory | None = None
+    order_scope: str = ""
+    order_prefix: PrefixKey | None = None
+    """Under which the order of the passages is remembered, if it is."""
+    arrange: Callable[[Sequence[Selected]], list[Selected]] = list
+    """The order in which passages are written."""
+    arranged: Sequence[Selected] = ()
+    """What is written, in the order in which it is."""
     num_free: int = 0
     """Tokens beside the protected part."""
     turn_tokens: dict[int, int] = field(default_factory=dict)
@@ -62,7 +75,14 @@ class _Run:
     running: Sequence[Candidate] = ()
     filtered: list[Filtered] = field(default_factory=list)
     fitted: Fitted | None = None
+    is_late: bool = False
+    """Whether the deadline passed, or would have."""
     reports: list[StageReport] = field(default_factory=list)
+
+    @property
+    def parts(self) -> PromptParts:
+        """The request, its stable part prepared."""
+        return self.prepared.parts
 
     @property
     def num_tokens(self) -> int:
@@ -73,59 +93,108 @@ class _Run:
 class Reducer:
     """Makes prompts as small as their answers allow.
 
-    One instance serves many threads: it keeps nothing of a request but vectors by content hash inside the encoder.
+    One instance serves many threads: it keeps nothing of a request but vectors by content hash inside the encoder, and
+    digests of what it served inside ``order_memory``, which outlives it.
     """
 
-    def __init__(self, config: ReducerConfig, counter: TokenCounter, encoder: Encoder | None) -> None:
+    def __init__(
+        self,
+        config: ReducerConfig,
+        counter: TokenCounter,
+        encoder: Encoder | None,
+        *,
+        order_memory: OrderMemory | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._config = config
         self._counter = counter
         self._encoder = encoder
+        self._order_memory = order_memory
+        self._clock = clock
 
-    def reduce(self, parts: PromptParts, *, budget: Budget, caller: Caller, bypass: bool = False) -> ReductionResult:
+    def reduce(
+        self,
+        parts: PromptParts,
+        *,
+        budget: Budget,
+        caller: Caller,
+        bypass: bool = False,
+        cache_scope: str = "",
+        deadline_s: float | None = None,
+    ) -> ReductionResult:
         """Reduce one prompt to at most ``budget.max_input_tokens`` tokens.
 
+        ``cache_scope`` names who may share the memory of served prompts: tenant, access version and served model; the
+        caller's groups are added. An empty one shares and keeps nothing.
+        ``deadline_s`` limits the time, in seconds, instead of the configured limit: when it passes, what is left to do
+        is done by the cheapest method, and the result says so; the budget holds in any case.
         ``bypass`` applies the access filter and nothing else. Raises InvalidPromptError for messages or passages that
         cannot be reduced, BudgetExceededError when what must not be cut does not fit.
         """
         started = time.perf_counter()
-        run = self._read(parts, budget, caller)
+        deadline = Deadline(self._config.deadline_s if deadline_s is None else deadline_s, self._clock)
+        run = self._read(parts, budget, caller, is_raw=bypass)
+        run.deadline = deadline
+        if cache_scope.strip():
+            run.order_memory = self._order_memory
+            run.order_scope = "\x1f".join((cache_scope, *sorted(caller.groups)))
         run.reports.append(_report("access", run.num_tokens, run, started, None))
         if bypass and run.original_tokens > budget.max_input_tokens:
             raise BudgetExceededError(run.original_tokens, budget.max_input_tokens, budget.source)
         reason = "bypass" if bypass else self._pass_through_reason(run)
         if reason is not None:
-            return _pass_through(run, reason)
+            block_size = self._config.template.block_size
+            prefix = None if bypass else report_prefix(run.prepared, self._counter, block_size)
+            return _pass_through(run, reason, prefix)
+        encoder = self._encoder
+        if encoder is not None and deadline.limit_s is not None:
+            encoder = DeadlineEncoder(encoder, deadline)
         for name, stage in STAGES:
             num_before, started = run.num_tokens, time.perf_counter()
-            degraded = stage(run, self._config, self._encoder)
+            if not deadline.allows(_expected_s(name, run)):
+                stage, run.is_late = IN_HASTE[name], True
+            degraded = stage(run, self._config, encoder)
             run.reports.append(_report(name, num_before, run, started, degraded))
         assert run.fitted is not None, "the last stage fits the prompt"
+        if run.order_memory is not None and run.order_prefix is not None:
+            run.order_memory.remember(run.order_prefix, [passage_key(item) for item in run.arranged])
         is_same = run.fitted.messages == run.unreduced
         return _result(
             run,
             messages=run.fitted.messages,
             prompt_tokens=run.fitted.prompt_tokens,
-            selected=run.fitted.selection.selected,
+            selected=run.arranged,
+            prefix=None
+            if run.is_late
+            else report_prefix(run.prepared, self._counter, self._config.template.block_size),
             pass_through="nothing to remove" if is_same else None,
         )
 
-    def _read(self, parts: PromptParts, budget: Budget, caller: Caller) -> _Run:
-        """Check, filter and count what came in. Raises as ``reduce`` does."""
-        check_passages(parts.passages)
-        conversation = read_conversation(parts.messages)
+    def _read(self, received: PromptParts, budget: Budget, caller: Caller, *, is_raw: bool) -> _Run:
+        """Check, filter and count what came in; ``is_raw`` leaves tools and system text alone. Raises as ``reduce``."""
+        check_passages(received.passages)
+        conversation = read_conversation(received.messages)
+        query = make_query(received.messages, conversation)
+        prepared = Prepared(received) if is_raw else prepare(received, conversation, self._config.template)
+        parts, question = prepared.parts, conversation.question
         readable = filter_readable(parts.passages, caller)
         counter = CachedCounter(self._counter)
-        num_protected = counter.count_prompt([parts.messages[i] for i in conversation.protected], parts.tools)
+        protected = [
+            prepend_documents(parts.messages[i], prepared.moved_text) if i == question else parts.messages[i]
+            for i in conversation.protected
+        ]
+        num_protected = counter.count_prompt(protected, parts.tools)
         num_free = free_tokens(budget, num_protected)
         num_messages = num_protected
         if conversation.history:
-            num_messages = counter.count_prompt(parts.messages, parts.tools)
+            whole = [*parts.messages[:question], *protected[conversation.protected.index(question) :]]
+            num_messages = counter.count_prompt(whole, parts.tools)
         candidates = tuple(make_candidate(position, passage, counter) for position, passage in readable.passages)
-        block = render_documents([keep_whole(candidate, "") for candidate in candidates], "input")
+        block = render_documents([keep_whole(candidate, "") for candidate in candidates]) + prepared.moved_text
         unreduced = render_messages(parts.messages, conversation.history, conversation, block)
         turn_tokens = count_turns(parts.messages, conversation.history, num_messages - num_protected, counter)
         return _Run(
-            parts=parts,
+            prepared=prepared,
             budget=budget,
             conversation=conversation,
             counter=counter,
@@ -133,7 +202,7 @@ class Reducer:
             unreduced=unreduced,
             original_tokens=counter.count_prompt(unreduced, parts.tools) if candidates else num_messages,
             num_denied=readable.num_denied,
-            query=make_query(parts.messages, conversation),
+            query=query,
             history=HistoryOutcome((), ()),
             num_free=num_free,
             turn_tokens=turn_tokens,
@@ -211,15 +280,29 @@ def _run_history(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> s
 
 def _run_select(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
     extractor = Extractor(run.query, config.rank, run.counter, encoder)
+
+    def choose(allowance: int, num_block_tokens: int) -> SelectionOutcome:
+        if run.deadline.is_expired:
+            return _choose_in_haste(run, allowance, num_block_tokens, config)
+        return select(run.running, allowance, num_block_tokens, config.selection, extractor)
+
+    return _fit(run, config, encoder, choose)
+
+
+def _fit(
+    run: _Run, config: ReducerConfig, encoder: Encoder | None, choose: Callable[[int, int], SelectionOutcome]
+) -> str | None:
+    """Fit the prompt into the budget with passages chosen by ``choose(allowance, tokens of the empty block)``."""
     num_block_tokens = run.counter.count_text(OPENING) + run.counter.count_text(CLOSING)
     while True:
+        run.arrange = _make_arrange(run, config)
         run.fitted = fit_documents(
-            lambda allowance: select(run.running, allowance, num_block_tokens, config.selection, extractor),
+            lambda allowance: choose(allowance, num_block_tokens),
             lambda selected: render_messages(
                 run.parts.messages,
                 run.history.kept,
                 run.conversation,
-                render_documents(selected, config.template.document_order),
+                render_documents(run.arrange(selected)) + run.prepared.moved_text,
             ),
             lambda messages: run.counter.count_prompt(messages, run.parts.tools),
             allowance=run.num_free - run.history_tokens,
@@ -231,6 +314,7 @@ def _run_select(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> st
         assert run.history.kept, "without history and passages the prompt is its protected part, which fits"
         _keep_history(run, run.history_tokens - 1, config, encoder)
     selection = run.fitted.selection
+    run.arranged = run.arrange(selection.selected)
     run.filtered.extend(selection.filtered)
     run.document_tokens = sum(kept.num_tokens + kept.candidate.num_label_tokens for kept in selection.selected)
     return selection.degraded
@@ -244,6 +328,61 @@ STAGES: tuple[tuple[str, Callable[[_Run, ReducerConfig, Encoder | None], str | N
     ("select", _run_select),
 )
 """The stages after access, in order; each returns why it fell back to a cheaper method, if it did."""
+
+
+def _skip(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
+    return f"{run.deadline}: passages stay as they are"
+
+
+def _rank_in_haste(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
+    return f"{run.deadline}: passages stay in retriever order"
+
+
+def _history_in_haste(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
+    degraded = _run_history(run, config, None)
+    return f"{run.deadline}: {degraded or 'no model for the history'}"
+
+
+def _select_in_haste(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
+    return _fit(run, config, None, lambda allowance, num_block: _choose_in_haste(run, allowance, num_block, config))
+
+
+def _choose_in_haste(run: _Run, allowance: int, num_block_tokens: int, config: ReducerConfig) -> SelectionOutcome:
+    run.is_late = True
+    extractor = Extractor(run.query, config.rank, run.counter, None)
+    why = f"{run.deadline}: whole passages in order while they fit"
+    return select_whole(run.running, allowance, num_block_tokens, extractor, why)
+
+
+IN_HASTE: dict[str, Callable[[_Run, ReducerConfig, Encoder | None], str | None]] = {
+    "clean": _skip,
+    "dedup": _skip,
+    "rank": _rank_in_haste,
+    "history": _history_in_haste,
+    "select": _select_in_haste,
+}
+"""What each stage does instead when the deadline does not leave it its time."""
+
+SECONDS_PER_CHAR = {"clean": 0.3e-6, "dedup": 1e-6, "rank": 0.5e-6}
+"""Least time of a stage without its model; with less than that left it is not begun."""
+
+
+def _expected_s(name: str, run: _Run) -> float:
+    if run.deadline.limit_s is None:
+        return 0.0
+    return SECONDS_PER_CHAR.get(name, 0.0) * sum(len(candidate.passage.text) for candidate in run.running)
+
+
+def _make_arrange(run: _Run, config: ReducerConfig) -> Callable[[Sequence[Selected]], list[Selected]]:
+    """How this request writes its passages; what was served before is looked up once."""
+    order, max_rank_loss = config.template.document_order, config.template.max_rank_loss
+    if order != "cache" or run.order_memory is None:
+        return make_arrange(order, (), max_rank_loss)
+    messages = render_messages(run.parts.messages, run.history.kept, run.conversation, OPENING)
+    question = next(i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") == "user")
+    front = message_text(messages[question]).partition(OPENING)[0]
+    run.order_prefix = prefix_key(run.order_scope, canonical_json([messages[:question], run.parts.tools, front]))
+    return make_arrange(order, run.order_memory.recent(run.order_prefix), max_rank_loss)
 
 
 def _keep_history(run: _Run, allowance: int, config: ReducerConfig, encoder: Encoder | None) -> None:
@@ -260,13 +399,14 @@ def _keep_history(run: _Run, allowance: int, config: ReducerConfig, encoder: Enc
     run.history_tokens = sum(run.turn_tokens[index] for index in run.history.kept)
 
 
-def _pass_through(run: _Run, reason: str) -> ReductionResult:
+def _pass_through(run: _Run, reason: str, prefix: PrefixReport | None) -> ReductionResult:
     run.history = HistoryOutcome(run.conversation.history, tuple(keep_turns(run.turn_tokens, reason)))
     return _result(
         run,
         messages=run.unreduced,
         prompt_tokens=run.original_tokens,
         selected=[keep_whole(candidate, reason) for candidate in run.candidates],
+        prefix=prefix,
         pass_through=reason,
     )
 
@@ -277,6 +417,7 @@ def _result(
     messages: list[dict[str, Any]],
     prompt_tokens: int,
     selected: Sequence[Selected],
+    prefix: PrefixReport | None,
     pass_through: str | None,
 ) -> ReductionResult:
     return ReductionResult(
@@ -289,6 +430,8 @@ def _result(
         denied_documents=run.num_denied,
         turns=list(run.history.decisions),
         stages=run.reports,
+        prefix=prefix,
+        deadline_expired=run.is_late,
         pass_through=pass_through,
     )
 

@@ -110,7 +110,7 @@ class Candidate:
 
     passage: Passage
     position: int
-    """Place in the request, from 0; the citation label is this plus one."""
+    """Place in the request, from 0; the citation label is this plus one unless ``place`` is set."""
     num_tokens: int
     """Tokens of its text."""
     num_label_tokens: int
@@ -119,13 +119,15 @@ class Candidate:
     """Ids it stands for, its own first."""
     score: float | None = None
     """Fused relevance, 0 to 1, from the rank stage on."""
+    place: int | None = None
+    """Place in the prompt, from 0, where the order calls for labels that follow it."""
     cleaned: SpanText | None = None
     """How the passage's text comes from the received one; ``None`` while it is the received text itself."""
 
     @property
     def label(self) -> str:
         """Citation label, e.g. ``[3]``."""
-        return f"[{self.position + 1}]"
+        return f"[{(self.position if self.place is None else self.place) + 1}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@
 
     the question, byte for byte
 
-A label names the place of the document in the request, so ``[4]`` means the fourth document sent whatever was dropped.
+A label names the place of the document in the request, so ``[4]`` means the fourth document sent whatever was dropped
+(under the ``cache`` order: its place in the prompt). A passage that stands for others keeps one label, its own.
 Text inside a passage that would close the block or forge a label at a line start gets one backslash; ``unescape``
 takes it away again, so the original is never in doubt.
 """
@@ -17,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reducer.config import DocumentOrder
 from reducer.errors import InvalidPromptError
 from reducer.prompt import WireMessage
 from reducer.stage import Selected, Span
@@ -60,24 +60,16 @@ def render_passage(text: str, spans: Sequence[Span]) -> str:
     return escape(GAP.join(text[span.start : span.end].strip() for span in spans))
 
 
-def render_documents(selected: Sequence[Selected], order: DocumentOrder) -> str:
-    """The documents block, or nothing when no passage is left."""
-    if not selected:
+def render_documents(arranged: Sequence[Selected]) -> str:
+    """The documents block with the passages in the order given, or nothing when no passage is left."""
+    if not arranged:
         return ""
     entries = [
         render_heading(item.candidate.label, item.candidate.passage.title)
         + render_passage(item.candidate.passage.text, item.spans)
-        for item in order_documents(selected, order)
+        for item in arranged
     ]
     return OPENING + "\n".join(entries) + "\n" + CLOSING
-
-
-def order_documents(selected: Sequence[Selected], order: DocumentOrder) -> list[Selected]:
-    """The passages in the order in which they are written; ties by place in the request."""
-    if order == "input":
-        return sorted(selected, key=lambda item: item.candidate.position)
-    best_first = sorted(selected, key=lambda item: (-(item.candidate.score or 0.0), item.candidate.position))
-    return best_first if order == "best_first" else best_first[::-1]
 
 
 def prepend_documents(message: WireMessage, block: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Rendering the documents block."""
 
 import pytest
-from factories_reducer import make_passages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ HOSTILE = st.text(alphabet=st.sampled_from("[]123\\\n\r\u2028 <>/aＤdocumentsDO
 
 
 def select(position: int, passage: Passage, score: float, *spans: Span) -> Selected:
-    candidate = Candidate(passage, position, 1, 1, (passage.id,), score)
+    candidate = Candidate(passage, position, 1, 1, (passage.id,), score=score)
     return Selected(candidate, spans or whole_spans(passage.text), 1, "")
 
 
@@ -48,20 +47,13 @@ def test_ordinary_text_is_untouched(text: str) -> None:
 
 def test_block_labels_name_the_place_in_the_request() -> None:
     first, third = Passage(id="a", text="Alpha.", title="A\n title"), Passage(id="c", text="Gamma.")
-    assert render_documents([select(2, third, 0.9), select(0, first, 0.1)], "input") == (
+    assert render_documents([select(0, first, 0.1), select(2, third, 0.9)]) == (
         "<documents>\n[1] A title\nAlpha.\n[3] Gamma.\n</documents>\n\n"
     )
 
 
-def test_order_policies() -> None:
-    one, two, three = make_passages("one", "two", "three")
-    selected = [select(0, one, 0.5), select(1, two, 0.9), select(2, three, 0.5)]
-    assert render_documents(selected, "best_first").split("\n")[1:4] == ["[2] two", "[1] one", "[3] three"]
-    assert render_documents(selected, "best_last").split("\n")[1:4] == ["[3] three", "[1] one", "[2] two"]
-
-
 def test_no_passages_no_block() -> None:
-    assert render_documents([], "input") == ""
+    assert render_documents([]) == ""
 
 
 def test_cut_is_visible() -> None:
