@@ -15,6 +15,7 @@ from app.settings import PolicySettings, Settings
 from reducer.encoder import Encoder
 from reducer.errors import BudgetExceededError
 from reducer.history import read_conversation
+from reducer.ordering import OrderMemory
 from reducer.pipeline import Reducer
 from reducer.prompt import Budget, PromptParts
 from reducer.result import ReductionResult
@@ -62,6 +63,15 @@ class RequestCounter:
         except ValueError as error:
             raise template_refusal(error) from None
 
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids of the rendered prompt. Raises as ``count_prompt``."""
+        try:
+            return self._encoder.encode_chat(messages, tools, **self._template_kwargs)
+        except ValueError as error:
+            raise template_refusal(error) from None
+
 
 def template_refusal(error: ValueError) -> InvalidRequestError:
     """What the caller is told where the chat template does not take the messages."""
@@ -79,6 +89,7 @@ class Compactor:
         self._prompt_encoder = prompt_encoder
         self._max_model_len = max_model_len
         self._encoder = encoder
+        self._order_memory = OrderMemory()
         self._reducer_configs = {name: settings.reducer_config(name) for name in settings.policy_names}
 
     def warm_up(self) -> None:
@@ -128,10 +139,16 @@ class Compactor:
         started = time.perf_counter()
         self._refuse_by_size(request.parts, budget)
         counter = RequestCounter(self._prompt_encoder, request.template_kwargs)
-        reducer = Reducer(self._reducer_configs[policy], counter, self._encoder)
+        reducer = Reducer(self._reducer_configs[policy], counter, self._encoder, order_memory=self._order_memory)
 
         def reduce(within: Budget) -> ReductionResult:
-            return reducer.reduce(request.parts, budget=within, caller=principal.caller, bypass=bypass)
+            return reducer.reduce(
+                request.parts,
+                budget=within,
+                caller=principal.caller,
+                bypass=bypass,
+                cache_scope=principal.tenant_id,
+            )
 
         try:
             try:
