@@ -75,16 +75,27 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Relevance of a passage for the question: three signals, each on its own scale, then a weighted mean."""
 
-    lexical_weight: float = 0.3
+    lexical_weight: float = 0.25
     """Weight of BM25."""
-    semantic_weight: float = 0.6
+    semantic_weight: float = 0.65
     """Weight of the embedding similarity; without an encoder its share goes to BM25."""
+    encoder_languages: tuple[str, ...] = ("en",)
+    """Languages the encoder was trained for; for a question in another one half of its weight goes to BM25. Empty means
+    all languages."""
     retriever_weight: float = 0.1
     """Weight of the score that came with the passage; without scores its share goes to the others."""
     window_chars: int = 1200
     """A passage longer than this is scored by its best window (Latin letters; a CJK character counts as four)."""
     max_windows: int = 8
     """Windows of one passage that are embedded; a longer passage embeds the lexically best ones."""
+    named_weight: float = 0.1
+    """Weight, beside 1 for relevance, of a passage whose subject the question names."""
+    link_weight: float = 0.5
+    """Share of a best passage's score that goes to a passage whose subject it names; 0 switches these links off."""
+    sibling_weight: float = 0.4
+    """Share of a best passage's score that goes to the few other passages of its source."""
+    num_link_sources: int = 2
+    """Best passages whose links are followed."""
     context_weight: float = 0.25
     """Weight of the previous user turn beside a short question that leans on it."""
 
@@ -95,15 +106,24 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("lexical_weight and semantic_weight must not both be 0")
         _check_at_least("window_chars", self.window_chars, 200)
         _check_at_least("max_windows", self.max_windows, 1)
+        for name in ("named_weight", "link_weight", "sibling_weight"):
+            _check_share(name, getattr(self, name))
+        _check_at_least("num_link_sources", self.num_link_sources, 0)
         _check_share("context_weight", self.context_weight)
 
 
 class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which passages, and how much of them, go into the prompt."""
 
-    relative_threshold: float = 0.3
-    """A passage whose score is below this share of the best one's is noise and is dropped even when budget is free."""
-    min_passages: int = 5
+    relative_threshold: float = 0.65
+    """A passage scored below this share of the second best one is noise and is dropped even when budget is free. Counts
+    in full when all passages would fit, and less the more the budget cuts by itself."""
+    linked_threshold: float = 0.2
+    """The same where one of the best passages names another one: the question may need a chain of passages."""
+    max_free_share: float = 0.35
+    """Share of the passages' tokens that is used when all would fit; beyond it only passages nearly as good as the
+    second best one stay. Counts less, too, the more the budget cuts by itself."""
+    min_passages: int = 3
     """Passages that the threshold never drops, best first."""
     top_k: int | None = None
     """Most passages in the prompt; ``None`` leaves it to threshold and budget."""
@@ -112,6 +132,8 @@ class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         _check_share("relative_threshold", self.relative_threshold)
+        _check_share("linked_threshold", self.linked_threshold)
+        _check_share("max_free_share", self.max_free_share)
         _check_at_least("min_passages", self.min_passages, 0)
         _check_at_least("min_trimmed_tokens", self.min_trimmed_tokens, 1)
         if self.top_k is not None:
@@ -122,16 +144,24 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Which earlier turns go into the prompt."""
 
     num_recent_messages: int = 4
-    """Messages right before the question that are kept first and verbatim, while they fit."""
+    """Messages right before the question that stay verbatim, while they take at most half of the room."""
     max_share: float = 0.5
     """Most of the tokens left beside system, tools and question that history may take while passages need the rest."""
     max_tokens: int = 4096
-    """A longer history is cut to its recent and its relevant turns even when budget is free."""
+    """A longer history is compacted even when budget is free."""
+
+    summarizer: Literal["extractive", "model"] = "extractive"
+    """``extractive`` takes clauses of the turns word for word; ``model`` asks the served model, checked for lost facts."""
+    tool_results: Literal["verbatim", "extract"] = "verbatim"
+    """Old tool calls with their results stay whole or go whole; ``extract`` summarises them like other turns."""
+    min_recall_score: float = 0.5
+    """Relevance for the question, 0 to 1, from which an older turn comes back verbatim."""
 
     def __post_init__(self) -> None:
         _check_at_least("num_recent_messages", self.num_recent_messages, 0)
         _check_share("max_share", self.max_share)
         _check_at_least("max_tokens", self.max_tokens, 0)
+        _check_share("min_recall_score", self.min_recall_score)
 
 
 class TemplateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ import numpy as np
 from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
 from reducer.lexical import bm25_scores, words
-from reducer.rank import Query, query_vector, scale, scale_lexical, similarities
+from reducer.rank import Query, knows_language, query_vector, scale_lexical, similarities
 from reducer.sentences import is_table, split_units
 from reducer.stage import Candidate, Span
 from reducer.template import GAP
@@ -20,6 +20,14 @@ from reducer.tokens import TokenCounter
 
 MAX_EMBEDDED_UNITS = 48
 """Units of one passage that are embedded, the lexically best ones; the rest are judged by BM25 alone."""
+
+LEXICAL_SHARE = 0.15
+"""Weight of BM25, scaled to 1, beside the similarity of a unit to the question."""
+FOREIGN_LEXICAL_SHARE = 0.4
+"""The same for a question in a language the encoder was not trained for."""
+NEIGHBOUR_SHARE = 0.3
+"""Share of the better neighbour's score: an answer often stands beside the sentence that resembles the question."""
+FIRST_UNIT_BONUS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,10 @@ class Extractor:
 
     def _scores(self, texts: Sequence[str]) -> FloatArray:
         lexical = scale_lexical(bm25_scores([words(text) for text in texts], words(self._query.text)))
+        return _in_context(self._relevance(texts, lexical))
+
+    def _relevance(self, texts: Sequence[str], lexical: FloatArray) -> FloatArray:
+        """Similarity to the question, with BM25 beside it; BM25 alone without an encoder."""
         if self._encoder is None or self._config.semantic_weight <= 0 or len(texts) < 2:
             return lexical
         embedded = np.argsort(-lexical, kind="stable")[:MAX_EMBEDDED_UNITS]
@@ -108,11 +120,21 @@ class Extractor:
             # Any failure of the model must cost only the model's share of the choice.
             self.degraded = f"encoder failed ({type(error).__name__}): sentences chosen by BM25"
             return lexical
-        semantic = np.zeros(len(texts), dtype=np.float32)
-        semantic[embedded] = scale(similar)
-        total = np.float32(self._config.lexical_weight + self._config.semantic_weight)
-        mixed = np.float32(self._config.lexical_weight) * lexical + np.float32(self._config.semantic_weight) * semantic
-        return (mixed / total).astype(np.float32)
+        semantic = np.full(len(texts), similar.min(), dtype=np.float32)
+        semantic[embedded] = similar
+        share = LEXICAL_SHARE if knows_language(self._query, self._config) else FOREIGN_LEXICAL_SHARE
+        return semantic + np.float32(share) * lexical
+
+
+def _in_context(scores: FloatArray) -> FloatArray:
+    """Scores with a share of the best neighbour, and a little for the first unit, which says what the rest is about."""
+    raised = scores.copy()
+    if len(scores) > 1:
+        before = np.concatenate(([0.0], scores[:-1]))
+        after = np.concatenate((scores[1:], [0.0]))
+        raised += np.float32(NEIGHBOUR_SHARE) * np.maximum(before, after).astype(np.float32)
+        raised[0] += np.float32(FIRST_UNIT_BONUS)
+    return raised
 
 
 def _merge(spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -24,18 +24,47 @@ _PART = re.compile(r"[^\W_]+")
 _CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _DENSE_CHAR = re.compile(r"[\u0e00-\u0e7f\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 
-_STOP_WORDS = """
-    a an the of in on at by for with to and or is are was were be been being it its this that these those as from
-    what which who whom whose when where why how do does did has have had i you he she we they me my your his her our
-    their there here can could will would should may might must not no so if than then into about
-    der die das den dem des ein eine einer eines und oder ist sind war waren von im in am zu zur zum mit für auf aus bei
-    was wer wie wo wann warum welche welcher welches wurde wurden hat haben
-    el la los las un una unos unas de del y o es son era fue en con por para que qué quién cuál cuándo dónde cómo se su
-    le les des du au aux et ou est sont dans sur par pour qui quel quelle quand où comment
-    и в на с по к о от из за для не что кто как где когда какой какая какие был была были это
-"""
-STOP_WORDS = frozenset(_STOP_WORDS.split())
+_FUNCTION_WORDS = {
+    "en": """a an the of in on at by for with to and or is are was were be been being it its this that these those as
+        from what which who whom whose when where why how do does did has have had i you he she we they me my your his
+        her our their there here can could will would should may might must not no so if than then into about""",
+    "de": """der die das den dem des ein eine einer eines und oder ist sind war waren von im in am zu zur zum mit für
+        auf aus bei was wer wie wo wann warum welche welcher welches wurde wurden hat haben""",
+    "es": """el la los las un una unos unas de del y o es son era fue en con por para que qué quién cuál cuándo dónde
+        cómo se su""",
+    "fr": """le la les des du de un une au aux et ou est sont dans sur par pour qui que quel quelle quand où comment""",
+    "ru": """и в на с по к о от из за для не что кто как где когда какой какая какие был была были это""",
+}
+FUNCTION_WORDS = {language: frozenset(text.split()) for language, text in _FUNCTION_WORDS.items()}
+STOP_WORDS = frozenset().union(*FUNCTION_WORDS.values())
 """Words that say nothing about a topic. ``not`` is among them for ranking only; the fact guard has its own list."""
+
+_SCRIPTS = (
+    ("ja", re.compile(r"[\u3040-\u30ff]")),
+    ("zh", re.compile(r"[\u2e80-\u2fdf\u3400-\u9fff\uf900-\ufaff]")),
+    ("ko", re.compile(r"[\u1100-\u11ff\uac00-\ud7af]")),
+    ("th", re.compile(r"[\u0e00-\u0e7f]")),
+    ("ru", re.compile(r"[\u0400-\u052f]")),
+    ("el", re.compile(r"[\u0370-\u03ff]")),
+    ("he", re.compile(r"[\u0590-\u05ff]")),
+    ("ar", re.compile(r"[\u0600-\u06ff]")),
+    ("hi", re.compile(r"[\u0900-\u097f]")),
+)
+
+
+def guess_language(text: str) -> str | None:
+    """Language code of a short text by its script, then by its function words; ``None`` where neither tells.
+
+    Coarse on purpose: one code stands for a script that several languages share.
+    """
+    num_letters = sum(map(str.isalpha, text))
+    for language, script in _SCRIPTS:
+        if 3 * len(script.findall(text)) > num_letters > 0:
+            return language
+    found = re.findall(r"[^\W\d_]+", text.casefold())
+    votes = {language: sum(word in known for word in found) for language, known in FUNCTION_WORDS.items()}
+    language = max(votes, key=lambda candidate: votes[candidate])  # English wins ties: it comes first
+    return language if votes[language] else None
 
 
 def normalise(text: str) -> str:

@@ -9,16 +9,20 @@ to BM25 and the stage says so.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
-from reducer.lexical import bm25_scores, words
+from reducer.lexical import bm25_scores, guess_language, words
+from reducer.links import link_gains, named_in, read_names
 from reducer.sentences import split_windows
 from reducer.stage import Candidate, StageOutcome
 
 SHORT_QUESTION_WORDS = 6
 """A question with fewer index words than this leans on the turn before it."""
+FOREIGN_SHARE = 0.5
+"""What is left of the encoder's weight for a question in a language it was not trained for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,29 @@ def rank(
                 # Any failure of the model must cost only the model's share of the ranking.
                 degraded = f"encoder failed ({type(error).__name__}): ranked by BM25"
     retriever = _retriever_scores(candidates)
-    scores = fuse(lexical, semantic, retriever, config)
-    scored = [replace(c, score=round(float(s), 6)) for c, s in zip(candidates, scores, strict=True)]
+    scores = fuse(lexical, semantic, retriever, weigh(query, config))
+    scores, is_linked = follow_links(candidates, scores, query, config)
+    scored = [
+        replace(candidate, score=round(float(score), 6), is_linked=linked)
+        for candidate, score, linked in zip(candidates, scores, is_linked, strict=True)
+    ]
     scored.sort(key=lambda c: (-(c.score or 0.0), c.position))
     return StageOutcome(scored, degraded=degraded)
+
+
+def knows_language(query: Query, config: RankConfig) -> bool:
+    """Whether the encoder was trained for the question's language, as far as that can be told."""
+    language = guess_language(query.text)
+    return language is None or not config.encoder_languages or language in config.encoder_languages
+
+
+def weigh(query: Query, config: RankConfig) -> RankConfig:
+    """The weights for this question: an encoder that does not know its language counts half."""
+    if knows_language(query, config):
+        return config
+    half = config.semantic_weight * FOREIGN_SHARE
+    lexical_weight = config.lexical_weight + config.semantic_weight - half
+    return msgspec.structs.replace(config, semantic_weight=half, lexical_weight=lexical_weight)
 
 
 def fuse(
@@ -73,7 +96,7 @@ def fuse(
     total = lexical_weight * scale_lexical(lexical)
     weight = lexical_weight
     if semantic is not None:
-        total = total + config.semantic_weight * scale(semantic)
+        total = total + config.semantic_weight * scale_similarity(semantic)
         weight += config.semantic_weight
     if retriever is not None and config.retriever_weight > 0:
         total = total + config.retriever_weight * scale(retriever)
@@ -93,12 +116,38 @@ def similarities(vectors: FloatArray, query: FloatArray) -> FloatArray:
     return np.round(products, 5).astype(np.float32)
 
 
+def follow_links(
+    candidates: Sequence[Candidate], scores: FloatArray, query: Query, config: RankConfig
+) -> tuple[FloatArray, list[bool]]:
+    """Scores with what names, links and siblings add, on [0, 1] again, and which passages a name links to the best.
+
+    What answers the question best by itself stays first: a link may only bring its partner up beside it.
+    """
+    names = read_names(candidates)
+    direct = scores + np.float32(config.named_weight) * named_in(query.text, names)
+    gains = link_gains(candidates, names, direct, config)
+    linked = direct + gains.scores
+    linked[int(np.argmax(direct))] = linked.max()
+    highest = (1.0 + config.named_weight) * (1.0 + max(config.link_weight, config.sibling_weight))
+    return linked / np.float32(highest), gains.is_linked
+
+
 def scale(scores: FloatArray) -> FloatArray:
     """Scores on [0, 1] between the worst and the best; all 1 when they do not differ."""
     low, high = float(scores.min()), float(scores.max())
     if high - low < 1e-9:
         return np.ones_like(scores)
     return (scores - np.float32(low)) / np.float32(high - low)
+
+
+def scale_similarity(scores: FloatArray) -> FloatArray:
+    """Similarities on [0, 1]: 0 is the worst one, but never above half of the best.
+
+    So the least of a few passages that are all relevant is not taken for noise.
+    """
+    high = float(scores.max())
+    low = min(float(scores.min()), 0.5 * high)
+    return (scores - np.float32(low)) / np.float32(high - low) if high - low > 1e-9 else np.ones_like(scores)
 
 
 def scale_lexical(scores: FloatArray) -> FloatArray:

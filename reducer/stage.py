@@ -117,6 +117,8 @@ class Candidate:
     """Tokens that label and title add when it is rendered."""
     sources: tuple[str, ...]
     """Ids it stands for, its own first."""
+    is_linked: bool = False
+    """Whether one of the best passages names it, or it names one of them."""
     score: float | None = None
     """Fused relevance, 0 to 1, from the rank stage on."""
     place: int | None = None
