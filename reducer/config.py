@@ -149,9 +149,8 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Most of the tokens left beside system, tools and question that history may take while passages need the rest."""
     max_tokens: int = 4096
     """A longer history is compacted even when budget is free."""
-
     summarizer: Literal["extractive", "model"] = "extractive"
-    """``extractive`` takes clauses of the turns word for word; ``model`` asks the served model, checked for lost facts."""
+    """``extractive`` takes clauses of the turns word for word; ``model`` asks the served model and checks for facts."""
     tool_results: Literal["verbatim", "extract"] = "verbatim"
     """Old tool calls with their results stay whole or go whole; ``extract`` summarises them like other turns."""
     min_recall_score: float = 0.5

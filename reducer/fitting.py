@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reducer.history import Conversation
+from reducer.history import Conversation, HistoryOutcome
 from reducer.prompt import WireMessage
 from reducer.selection import SelectionOutcome
 from reducer.stage import Selected
@@ -30,15 +30,29 @@ class Fitted:
 
 
 def render_messages(
-    messages: Sequence[WireMessage], kept_history: Sequence[int], conversation: Conversation, block: str
+    messages: Sequence[WireMessage], history: HistoryOutcome, conversation: Conversation, block: str
 ) -> list[dict[str, Any]]:
-    """The messages to be sent, in the order received, with the documents block in the last user message."""
-    kept = {*kept_history, *conversation.protected}
-    return [
-        prepend_documents(message, block) if index == conversation.question else dict(message)
-        for index, message in enumerate(messages)
-        if index in kept
-    ]
+    """The messages to be sent, in the order received.
+
+    The record of older turns stands in front of the first kept turn; recalled turns and the documents block stand in
+    the last user message.
+    """
+    kept = {*history.kept, *conversation.protected}
+    first = min(history.kept, default=conversation.question)
+    rendered: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        if index not in kept:
+            continue
+        front = history.record if index == first else ""
+        if index == conversation.question:
+            rendered.append(prepend_documents(message, front + history.recalled + block))
+        elif front and message.get("role") == "user":
+            rendered.append(prepend_documents(message, front))
+        else:
+            if front:
+                rendered.append({"role": "user", "content": front.rstrip("\n")})
+            rendered.append(dict(message))
+    return rendered
 
 
 def fit_documents(

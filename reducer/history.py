@@ -1,15 +1,26 @@
-"""History: which earlier turns stay. The last ones stay verbatim, older ones by relevance for the question.
+"""History: the last turns stay verbatim, older ones become an append-only record, relevant ones come back.
 
-A unit is what must stay or go together: a plain message, or a tool call with all of its results. Kept units stay in
-order and byte-equal.
+    system | record of old turns | recent turns, verbatim | recalled turns, documents, question
+           '---- grows at its end only, so its KV blocks stay valid ----'
+
+The record stands in front of the first kept turn, inside it where that is the user's and as a user message of its own
+where it is not: roles go on alternating, as many chat templates demand, and nothing of an earlier conversation gains
+the authority of a system message. The system message stays byte-equal. What depends on the question (recalled turns)
+stands beside the question, behind everything that the next request can reuse.
+
+When turns are compacted is replayed from the first turn on: the history grows until it is over its allowance, then the
+oldest turns join the record until there is room again, in one step. So the steps depend on the conversation and the
+allowance alone; between two steps nothing moves. Only where the record has no more room at all is it written anew,
+shorter (``reducer.record``): each rewrite makes room for many turns, so they become rare as a conversation grows.
+
+A unit is what must stay or go together: a plain message, or a tool call with all of its results.
 
     system  user  assistant  user  assistant(call)  tool  assistant  user <- question
-            [ 1 ] [   2    ] [ 3 ] [       4            ] [   5    ]          last units first, then relevance
+            [ 1 ] [   2    ] [ 3 ] [       4            ] [   5    ]
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -18,9 +29,12 @@ from reducer.encoder import Encoder, FloatArray
 from reducer.errors import InvalidPromptError
 from reducer.prompt import WireMessage
 from reducer.rank import Query, lexical_scores, query_vector, scale, scale_lexical, similarities
-from reducer.result import TurnDecision
+from reducer.record import Record
+from reducer.result import TurnAction, TurnDecision
+from reducer.summary import Summarizer, SummaryMemory
 from reducer.template import message_text
 from reducer.tokens import TokenCounter
+from reducer.turns import call_text, calls_tools, is_tool_result, turn_text
 
 PROTECTED_ROLES = frozenset({"system", "developer"})
 
@@ -44,6 +58,12 @@ class HistoryOutcome:
     kept: tuple[int, ...]
     decisions: tuple[TurnDecision, ...]
     degraded: str | None = None
+    record: str = ""
+    """The block that stands for older turns, or nothing."""
+    recalled: str = ""
+    """The block of older turns that the question needs, or nothing."""
+    num_tokens: int = 0
+    """Tokens of kept turns and both blocks."""
 
 
 def read_conversation(messages: Sequence[WireMessage]) -> Conversation:
@@ -72,8 +92,7 @@ def group_units(messages: Sequence[WireMessage], indices: Sequence[int]) -> list
     """Indices grouped into units: a tool call and the results that follow it are one."""
     units: list[list[int]] = []
     for index in indices:
-        is_result = messages[index].get("role") in ("tool", "function")
-        if is_result and units and _calls_tools(messages[units[-1][0]]):
+        if is_tool_result(messages[index]) and units and calls_tools(messages[units[-1][0]]):
             units[-1].append(index)
         else:
             units.append([index])
@@ -86,7 +105,7 @@ def count_turns(
     """Tokens of each history message. They add up to at least ``total``: the template's share is spread evenly."""
     if not indices:
         return {}
-    texts = {i: counter.count_text(message_text(messages[i]) + _call_text(messages[i])) for i in indices}
+    texts = {i: counter.count_text(turn_text(messages[i]) + call_text(messages[i])) for i in indices}
     share = -(-max(total - sum(texts.values()), 0) // len(indices))
     return {i: num_tokens + share for i, num_tokens in texts.items()}
 
@@ -100,57 +119,61 @@ def reduce_history(
     config: HistoryConfig,
     rank_config: RankConfig,
     encoder: Encoder | None,
+    *,
+    counter: TokenCounter,
+    memory: SummaryMemory | None = None,
+    summarizer: Summarizer | None = None,
+    fill: bool = True,
+    planned_allowance: int | None = None,
 ) -> HistoryOutcome:
-    """Keep units of the history within ``allowance`` tokens: the last ones first, then the most relevant ones."""
-    if sum(num_tokens[i] for i in indices) <= allowance:
+    """Bring the history down to ``allowance`` tokens: recent turns, the record of older ones, recalled ones.
+
+    ``fill`` spends what is left on more of the older turns; without it only turns relevant for the question come back.
+    ``planned_allowance`` is what the record is made for, when less than that turned out to be left for the rest.
+    """
+    total = sum(num_tokens[i] for i in indices)
+    if total <= allowance:
         kept = [
             TurnDecision(index=i, action="kept", reason="fits", tokens_before=num_tokens[i], tokens_after=num_tokens[i])
             for i in indices
         ]
-        return HistoryOutcome(tuple(indices), tuple(kept))
+        return HistoryOutcome(tuple(indices), tuple(kept), num_tokens=total)
     units = group_units(messages, indices)
     costs = [sum(num_tokens[i] for i in unit) for unit in units]
-    reasons: dict[int, str] = {}
-    left = allowance
-    for number in _recent_units(units, config.num_recent_messages):
-        if costs[number] > left:
-            break  # a gap among the last turns would misquote the conversation
-        reasons[number] = "recent turn"
-        left -= costs[number]
-    older = [number for number in range(len(units)) if number not in reasons]
+    share = min(num_tokens[i] - counter.count_text(turn_text(messages[i]) + call_text(messages[i])) for i in indices)
+    record = Record(messages, units, costs, counter, config, memory, summarizer, num_block_tokens=max(share, 0))
+    plan = record.plan(planned_allowance or allowance)
+    if plan.num_tokens > allowance:
+        plan = record.plan(allowance)
+    older = list(range(plan.num_compacted))
     scores, degraded = _relevance([_unit_text(messages, units[n]) for n in older], query, rank_config, encoder)
-    # Of two equally relevant turns the later one is the one in force.
-    for score, number in sorted(zip(scores.tolist(), older, strict=True), reverse=True):
-        if score > 0 and costs[number] <= left:
-            reasons[number] = f"relevant to the question ({score:.2f})"
-            left -= costs[number]
+    recall = record.recall(plan, scores, allowance - plan.num_tokens, config.min_recall_score, fill=fill)
     decisions: list[TurnDecision] = []
     for number, unit in enumerate(units):
         for index in unit:
-            is_kept = number in reasons
+            action: TurnAction
+            if number >= plan.num_compacted:
+                action, reason, after = "kept", "recent turn", num_tokens[index]
+            elif number in recall.units:
+                action, reason = "recalled", f"relevant to the question ({scores[number]:.2f})"
+                after = recall.tokens.get(index, 0)
+            elif after := plan.tokens.get(index, 0) + recall.tokens.get(index, 0):
+                action, reason = "summarised", "in the record of earlier turns"
+            else:
+                action, reason = "dropped", f"history is limited to {allowance} tokens"
             decisions.append(
                 TurnDecision(
-                    index=index,
-                    action="kept" if is_kept else "dropped",
-                    reason=reasons.get(number, f"history is limited to {allowance} tokens"),
-                    tokens_before=num_tokens[index],
-                    tokens_after=num_tokens[index] if is_kept else 0,
+                    index=index, action=action, reason=reason, tokens_before=num_tokens[index], tokens_after=after
                 )
             )
-    kept_indices = tuple(i for number, unit in enumerate(units) for i in unit if number in reasons)
-    return HistoryOutcome(kept_indices, tuple(decisions), degraded)
-
-
-def _recent_units(units: Sequence[tuple[int, ...]], num_messages: int) -> list[int]:
-    """Numbers of the last units, latest first, that hold the last ``num_messages`` messages."""
-    numbers: list[int] = []
-    covered = 0
-    for number in range(len(units) - 1, -1, -1):
-        if covered >= num_messages:
-            break
-        numbers.append(number)
-        covered += len(units[number])
-    return numbers
+    return HistoryOutcome(
+        kept=tuple(i for unit in units[plan.num_compacted :] for i in unit),
+        decisions=tuple(decisions),
+        degraded="; ".join(dict.fromkeys(note for note in (plan.degraded, degraded) if note)) or None,
+        record=plan.block,
+        recalled=recall.block,
+        num_tokens=plan.num_tokens + recall.num_tokens,
+    )
 
 
 def _relevance(
@@ -174,14 +197,4 @@ def _relevance(
 
 
 def _unit_text(messages: Sequence[WireMessage], unit: Sequence[int]) -> str:
-    return "\n".join(message_text(messages[i]) + _call_text(messages[i]) for i in unit)
-
-
-def _call_text(message: WireMessage) -> str:
-    """Names and arguments of a message's tool calls, so that a call can be found by what it asked for."""
-    calls: Any = message.get("tool_calls") or ()
-    return "".join(f"\n{call.get('function')}" for call in calls if isinstance(call, Mapping))
-
-
-def _calls_tools(message: WireMessage) -> bool:
-    return bool(message.get("tool_calls") or message.get("function_call"))
+    return "\n".join(turn_text(messages[i]) + call_text(messages[i]) for i in unit)

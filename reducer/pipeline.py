@@ -36,6 +36,7 @@ from reducer.receipt import decide_documents, keep_turns
 from reducer.result import BudgetReport, PrefixReport, ReductionResult, StageReport
 from reducer.selection import SelectionOutcome, select
 from reducer.stage import Candidate, Filtered, Selected, whole_spans
+from reducer.summary import Summarizer, SummaryCache, SummaryMemory, scope_key
 from reducer.template import CLOSING, OPENING, message_text, prepend_documents, render_documents, render_heading
 from reducer.tokens import CachedCounter, TokenCounter
 
@@ -55,6 +56,10 @@ class _Run:
     num_denied: int
     query: Query
     history: HistoryOutcome
+    memory: SummaryMemory | None = None
+    summarizer: Summarizer | None = None
+    planned_history: int | None = None
+    """Tokens the record of older turns was first made for; less for the rest does not change it."""
     deadline: Deadline = field(default_factory=lambda: Deadline(None))
     order_memory: OrderMemory | None = None
     order_scope: str = ""
@@ -94,7 +99,8 @@ class Reducer:
     """Makes prompts as small as their answers allow.
 
     One instance serves many threads: it keeps nothing of a request but vectors by content hash inside the encoder, and
-    digests of what it served inside ``order_memory``, which outlives it.
+    digests of what it served inside ``order_memory`` and summaries of earlier turns inside ``summary_cache``, which
+    both outlive it.
     """
 
     def __init__(
@@ -103,12 +109,16 @@ class Reducer:
         counter: TokenCounter,
         encoder: Encoder | None,
         *,
+        summary_cache: SummaryCache | None = None,
+        summarizer: Summarizer | None = None,
         order_memory: OrderMemory | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config
         self._counter = counter
         self._encoder = encoder
+        self._summary_cache = summary_cache
+        self._summarizer = summarizer
         self._order_memory = order_memory
         self._clock = clock
 
@@ -124,8 +134,8 @@ class Reducer:
     ) -> ReductionResult:
         """Reduce one prompt to at most ``budget.max_input_tokens`` tokens.
 
-        ``cache_scope`` names who may share the memory of served prompts: tenant, access version and served model; the
-        caller's groups are added. An empty one shares and keeps nothing.
+        ``cache_scope`` names who may share cached summaries: tenant, access version and served model; the caller's
+        groups are added. An empty one shares and keeps nothing. The order of documents is remembered under it too.
         ``deadline_s`` limits the time, in seconds, instead of the configured limit: when it passes, what is left to do
         is done by the cheapest method, and the result says so; the budget holds in any case.
         ``bypass`` applies the access filter and nothing else. Raises InvalidPromptError for messages or passages that
@@ -138,6 +148,9 @@ class Reducer:
         if cache_scope.strip():
             run.order_memory = self._order_memory
             run.order_scope = "\x1f".join((cache_scope, *sorted(caller.groups)))
+        run.summarizer = self._summarizer
+        if self._summary_cache is not None and cache_scope.strip():
+            run.memory = SummaryMemory(self._summary_cache, scope_key(cache_scope, caller))
         run.reports.append(_report("access", run.num_tokens, run, started, None))
         if bypass and run.original_tokens > budget.max_input_tokens:
             raise BudgetExceededError(run.original_tokens, budget.max_input_tokens, budget.source)
@@ -191,7 +204,7 @@ class Reducer:
             num_messages = counter.count_prompt(whole, parts.tools)
         candidates = tuple(make_candidate(position, passage, counter) for position, passage in readable.passages)
         block = render_documents([keep_whole(candidate, "") for candidate in candidates]) + prepared.moved_text
-        unreduced = render_messages(parts.messages, conversation.history, conversation, block)
+        unreduced = render_messages(parts.messages, HistoryOutcome(conversation.history, ()), conversation, block)
         turn_tokens = count_turns(parts.messages, conversation.history, num_messages - num_protected, counter)
         return _Run(
             prepared=prepared,
@@ -300,7 +313,7 @@ def _fit(
             lambda allowance: choose(allowance, num_block_tokens),
             lambda selected: render_messages(
                 run.parts.messages,
-                run.history.kept,
+                run.history,
                 run.conversation,
                 render_documents(run.arrange(selected)) + run.prepared.moved_text,
             ),
@@ -310,9 +323,11 @@ def _fit(
         )
         if run.fitted is not None:
             break
-        # Turns are counted by their share of the template; where that was too little, one unit less will do.
-        assert run.history.kept, "without history and passages the prompt is its protected part, which fits"
-        _keep_history(run, run.history_tokens - 1, config, encoder)
+        # Turns and blocks are counted piece by piece; where that was too little, the history gives up the excess.
+        assert run.history_tokens > 0, "without history and passages the prompt is its protected part, which fits"
+        messages = render_messages(run.parts.messages, run.history, run.conversation, run.prepared.moved_text)
+        excess = run.counter.count_prompt(messages, run.parts.tools) - run.budget.max_input_tokens
+        _keep_history(run, run.history_tokens - max(excess, 1), config, encoder)
     selection = run.fitted.selection
     run.arranged = run.arrange(selection.selected)
     run.filtered.extend(selection.filtered)
@@ -339,6 +354,7 @@ def _rank_in_haste(run: _Run, config: ReducerConfig, encoder: Encoder | None) ->
 
 
 def _history_in_haste(run: _Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
+    run.summarizer = None
     degraded = _run_history(run, config, None)
     return f"{run.deadline}: {degraded or 'no model for the history'}"
 
@@ -378,7 +394,7 @@ def _make_arrange(run: _Run, config: ReducerConfig) -> Callable[[Sequence[Select
     order, max_rank_loss = config.template.document_order, config.template.max_rank_loss
     if order != "cache" or run.order_memory is None:
         return make_arrange(order, (), max_rank_loss)
-    messages = render_messages(run.parts.messages, run.history.kept, run.conversation, OPENING)
+    messages = render_messages(run.parts.messages, run.history, run.conversation, OPENING)
     question = next(i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") == "user")
     front = message_text(messages[question]).partition(OPENING)[0]
     run.order_prefix = prefix_key(run.order_scope, canonical_json([messages[:question], run.parts.tools, front]))
@@ -386,17 +402,24 @@ def _make_arrange(run: _Run, config: ReducerConfig) -> Callable[[Sequence[Select
 
 
 def _keep_history(run: _Run, allowance: int, config: ReducerConfig, encoder: Encoder | None) -> None:
+    planned = allowance if run.planned_history is None else run.planned_history
+    run.planned_history = planned
     run.history = reduce_history(
         run.parts.messages,
         run.conversation.history,
         run.turn_tokens,
-        allowance,
+        max(allowance, 0),
         run.query,
         config.history,
         config.rank,
         encoder,
+        counter=run.counter,
+        memory=run.memory,
+        summarizer=run.summarizer,
+        fill=not run.running,
+        planned_allowance=planned,
     )
-    run.history_tokens = sum(run.turn_tokens[index] for index in run.history.kept)
+    run.history_tokens = run.history.num_tokens
 
 
 def _pass_through(run: _Run, reason: str, prefix: PrefixReport | None) -> ReductionResult:

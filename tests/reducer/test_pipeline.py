@@ -24,6 +24,7 @@ from reducer.pipeline import STAGES, Reducer
 from reducer.prompt import Budget, Caller, Passage, PromptParts
 from reducer.result import ReductionResult
 from reducer.template import GAP, escape
+from reducer.turns import RECORD_CLOSING, RECORD_OPENING
 
 SYSTEM = "You answer from the documents. If unsure answer UNKNOWN."
 FACTS = make_passages(
@@ -106,7 +107,10 @@ def test_short_prompt_passes_through_with_the_reason() -> None:
 
 
 def test_no_passages_returns_the_messages_as_received() -> None:
-    history = [{"role": "user", "content": "hi", "x": 1}, {"role": "assistant", "content": None, "refusal": "no"}]
+    history: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi", "x": 1},
+        {"role": "assistant", "content": None, "refusal": "no"},
+    ]
     parts = make_parts(history=history, system=SYSTEM)
     result = reduce_parts(parts)
     assert result.messages == list(parts.messages)
@@ -156,7 +160,7 @@ def test_long_history_leaves_room_for_passages_and_is_reported() -> None:
     assert result.prompt_tokens <= 400
     assert any(d.action == "kept" for d in result.documents)
     assert len(result.turns) == 40
-    assert {t.action for t in result.turns} == {"kept", "dropped"}
+    assert {"kept", "dropped"} <= {t.action for t in result.turns}
     assert result.turns[-1].reason == "recent turn"
 
 
@@ -166,7 +170,7 @@ def test_long_history_is_cut_without_passages_and_with_budget_to_spare() -> None
         make_parts(history=history), config=ReducerConfig(min_prompt_tokens=0, history=HistoryConfig(max_tokens=200))
     )
     assert sum(t.tokens_after for t in result.turns) <= 200
-    assert result.messages[-1] == {"role": "user", "content": "Which part failed?"}
+    assert result.messages[-1]["content"].endswith("Which part failed?")
 
 
 def test_top_k_and_threshold_drop_with_budget_to_spare() -> None:
@@ -275,12 +279,18 @@ def test_properties_of_every_reduction(
     merged = [d for d in result.documents if d.action == "merged"]
     survivors = {d.id: d for d in result.documents if d.action != "merged"}
     assert all(d.merged_into in survivors and d.id in survivors[d.merged_into].sources for d in merged if d.merged_into)
-    # Every turn has one decision, and kept turns are byte-equal and in order.
+    # Every turn has one decision, and kept turns are byte-equal and in order, behind the record of older ones.
     assert [t.index for t in result.turns] == list(range(1, len(parts.messages) - 1))
     kept_turns = [dict(parts.messages[t.index]) for t in result.turns if t.action == "kept"]
-    assert result.messages[1:-1] == kept_turns
+    middle = [dict(message) for message in result.messages[1:-1]]
+    if middle and middle[0]["content"].startswith(RECORD_OPENING):
+        _, _, behind = middle[0]["content"].partition(RECORD_CLOSING.strip())
+        middle[0]["content"] = behind.removeprefix("\n\n")
+        if kept_turns == middle[1:]:
+            middle = middle[1:]
+    assert middle == kept_turns
     # No passage closes the block or forges a label.
-    assert content.count("</documents>") == (1 if content.startswith("<documents>") else 0)
+    assert content.count("</documents>") == (1 if "<documents>\n" in content else 0)
     # Stages only ever take away, and follow on each other.
     for before, after in zip(result.stages, result.stages[1:], strict=False):
         assert after.tokens_before == before.tokens_after
