@@ -19,6 +19,7 @@ from reducer.ordering import OrderMemory
 from reducer.pipeline import Reducer
 from reducer.prompt import Budget, PromptParts
 from reducer.result import ReductionResult
+from reducer.summary import SummaryCache
 
 
 class ChosenPolicy(NamedTuple):
@@ -90,6 +91,7 @@ class Compactor:
         self._max_model_len = max_model_len
         self._encoder = encoder
         self._order_memory = OrderMemory()
+        self._summary_cache = SummaryCache()
         self._reducer_configs = {name: settings.reducer_config(name) for name in settings.policy_names}
 
     def warm_up(self) -> None:
@@ -139,7 +141,13 @@ class Compactor:
         started = time.perf_counter()
         self._refuse_by_size(request.parts, budget)
         counter = RequestCounter(self._prompt_encoder, request.template_kwargs)
-        reducer = Reducer(self._reducer_configs[policy], counter, self._encoder, order_memory=self._order_memory)
+        reducer = Reducer(
+            self._reducer_configs[policy],
+            counter,
+            self._encoder,
+            summary_cache=self._summary_cache,
+            order_memory=self._order_memory,
+        )
 
         def reduce(within: Budget) -> ReductionResult:
             return reducer.reduce(
