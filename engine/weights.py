@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from engine import model_store
 from engine.errors import ModelError
 from engine.gguf_weights import GGUFCheckpoint, gguf_parts
 from engine.model_spec import ModelSpec
@@ -62,7 +63,7 @@ def weights_digest(path: Path, cache_dir: Path | None = None) -> str:
     Raises:
         ModelError: a file is missing.
     """
-    cache_dir = cache_dir if cache_dir is not None else _default_cache_dir()
+    cache_dir = cache_dir if cache_dir is not None else model_store.cache_dir()
     files = weights_files(path)
     digests = [_file_digest(file, cache_dir) for file in files]
     if len(files) == 1:
@@ -128,10 +129,3 @@ def _write_note(note: Path, content: list[object]) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             draft.unlink()
-
-
-def _default_cache_dir() -> Path:
-    if configured := os.environ.get("FIRSTTOKEN_CACHE"):
-        return Path(configured)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "firsttoken"

@@ -1,6 +1,5 @@
 """Builds tiny Llama models on disk (safetensors and GGUF), steps for the model runner, and batches for attention."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from gguf.quants import quantize
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.model_runner import ModelRunner
+from engine.model_store import cache_dir
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from kernels.attention import AttentionMetadata
@@ -283,10 +283,7 @@ class AttentionCase:
 
 def default_model_path() -> Path:
     """The default model's GGUF file in the user's cache; skips the test where it is not."""
-    configured = os.environ.get("FIRSTTOKEN_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(configured) if configured else (Path(base) if base else Path.home() / ".cache") / "firsttoken"
-    path = cache / "models" / "smollm2-135m-instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path = cache_dir() / "models" / "smollm2-135m-instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not path.is_file():
         pytest.skip("the default model is not in the cache; `firsttoken models pull` fetches it")
     return path
