@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from reducer.clean import clean
 from reducer.config import CleanConfig, ReducerConfig, SelectionConfig, TemplateConfig
 from reducer.errors import BudgetExceededError
-from reducer.pipeline import make_candidate
 from reducer.prompt import Passage, PromptParts
 from reducer.result import ReductionResult
+from reducer.run import make_candidate
 from reducer.stage import Span, SpanText
 from reducer.template import unescape
 

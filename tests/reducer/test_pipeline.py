@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from reducer.config import HistoryConfig, ReducerConfig, SelectionConfig
 from reducer.errors import BudgetExceededError, InvalidPromptError
-from reducer.pipeline import STAGES, Reducer
+from reducer.pipeline import Reducer
 from reducer.prompt import Budget, Caller, Passage, PromptParts
 from reducer.result import ReductionResult
+from reducer.stages import STAGES
 from reducer.template import GAP, escape
 from reducer.turns import RECORD_CLOSING, RECORD_OPENING
 

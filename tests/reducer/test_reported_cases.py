@@ -135,7 +135,7 @@ def test_noise_is_dropped_even_when_budget_is_free() -> None:
     ids=["prose", "chinese", "spaces", "lines", "dots", "tags", "labels", "quotes", "one word"],
 )
 def test_a_passage_of_a_million_characters_is_no_trap(text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     reduce_parts(make_parts("heron?", passages=make_passages(text, "The word is heron.")), 300)
-    # Linear takes well under three seconds; quadratic would take minutes.
-    assert time.perf_counter() - started < 20
+    # Linear takes seconds; quadratic would take hours.
+    assert time.process_time() - started < 120
