@@ -239,6 +239,7 @@ def test_a_large_prompt_is_counted_while_small_requests_are_answered(http: httpx
     done: list[httpx.Response] = []
     large_body = {"model": MODEL, "messages": [*history, *CAPITAL], "firsttoken": {"bypass": True}}
     large = threading.Thread(target=lambda: done.append(http.post("/v1/compact", json=large_body)))
+    large_started = time.perf_counter()
     large.start()
     times_s: list[float] = []
     while large.is_alive():
@@ -248,7 +249,8 @@ def test_a_large_prompt_is_counted_while_small_requests_are_answered(http: httpx
     large.join()
     assert done[0].json()["error"]["code"] == "context_length_exceeded"
     assert len(times_s) > 5
-    assert max(times_s) < 1.0
+    # A gateway that waits for the large prompt answers the small one as late as the large one.
+    assert max(times_s) < (time.perf_counter() - large_started) / 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
