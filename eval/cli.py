@@ -61,7 +61,7 @@ def _parse_budgets(ctx: click.Context, param: click.Parameter, value: str) -> tu
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON.")
 @click.option("--answers", is_flag=True, help="Also generate from full and reduced prompts and compare the answers.")
 @click.option("--url", help="A running gateway; without it one is started for the run.")
-@click.option("--api-key", help="Key of the tenant; by default the example configuration's.")
+@click.option("--api-key", help="Key of the tenant; without it the example configuration and its keys are used.")
 @click.option("--policy", help="Policy of the reduction.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of intervals and of the order of arms.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Of a generated answer.")
@@ -133,7 +133,7 @@ def _run(
     with ExitStack() as stack:
         if url is None:
             with console.status("starting the gateway"):
-                url = stack.enter_context(started_gateway(config=config))
+                url = stack.enter_context(started_gateway(config=config, example=api_key is None))
         key = api_key or DEMO_KEYS[0]
         client = stack.enter_context(GatewayClient(url=url, api_key=key))
         # Another tenant has a prefix cache of its own: full and reduced prompts of one case cannot warm each other.

@@ -229,7 +229,7 @@ def main() -> None:
     started = time.monotonic()
     request = load_request()
     try:
-        with console.status("starting the gateway (loads the models)") as status, started_gateway() as url:
+        with console.status("starting the gateway (loads the models)") as status, started_gateway(example=True) as url:
             status.stop()
             with (
                 GatewayClient(url=url, api_key=DEMO_KEYS[0]) as client,

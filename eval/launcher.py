@@ -29,22 +29,34 @@ COMMAND = (sys.executable, "-m", "app.cli", "serve")
 
 @contextmanager
 def started_gateway(
-    *, config: Path | None = None, command: Sequence[str] = COMMAND, ready_timeout_s: float = READY_TIMEOUT_S
+    *,
+    config: Path | None = None,
+    example: bool = False,
+    command: Sequence[str] = COMMAND,
+    ready_timeout_s: float = READY_TIMEOUT_S,
 ) -> Iterator[str]:
     """A running gateway; yields its URL once ``/ready`` answers 200.
 
-    ``config`` is its configuration file; by default it finds one itself. It runs in a process group of its own, so
+    ``config`` is its configuration file; by default it finds one itself, or, with ``example``, takes the example that
+    is shipped with it, whose keys are known, whatever lies in the working directory. It runs in a process group of its own, so
     Ctrl-C reaches this process alone, which then ends the group. Raises LaunchError with the end of the gateway's log.
     """
     port = _free_port()
     environment = os.environ | {"FIRSTTOKEN_HOST": HOST, "FIRSTTOKEN_PORT": str(port)}
     if config is not None:
         environment["FIRSTTOKEN_CONFIG"] = str(config.resolve())
+    elif example:
+        environment.pop("FIRSTTOKEN_CONFIG", None)
     url = f"http://{HOST}:{port}"
-    with tempfile.TemporaryFile(prefix="firsttoken-eval-") as log, _termination_as_exit():
+    with (
+        tempfile.TemporaryFile(prefix="firsttoken-eval-") as log,
+        tempfile.TemporaryDirectory(prefix="firsttoken-eval-") as empty_folder,
+        _termination_as_exit(),
+    ):
         process = subprocess.Popen(
             list(command),
             env=environment,
+            cwd=empty_folder if example and config is None else None,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

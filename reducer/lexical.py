@@ -4,6 +4,7 @@ Scripts without spaces are indexed by overlapping pairs of characters; identifie
 word and are also indexed by their parts, so an exact match outweighs a partial one.
 """
 
+import logging
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to debug when it is imported
 
 _RUN = re.compile(
     r"(?P<dense>[\u0e00-\u0e7f\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+)"

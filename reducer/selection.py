@@ -117,7 +117,8 @@ def drop_noise(
         if used + _cost(candidate) > limits.max_tokens:
             needed = max(needed, limits.strong)
         if len(relevant) >= config.min_passages and score < needed:
-            filtered.append(Filtered(candidate, "dropped", f"score {score:.2f} below threshold {needed:.2f}"))
+            wanted = "threshold" if needed <= limits.threshold else "what the last tokens are worth,"
+            filtered.append(Filtered(candidate, "dropped", f"score {score:.2f} below {wanted} {needed:.2f}"))
             continue
         relevant.append(candidate)
         used += _cost(candidate)

@@ -35,7 +35,9 @@ def compact(file: Any, url: str | None, api_key: str, config_file: Path | None, 
             answer = compact_here(load_settings(config_file).settings, api_key, body)
         except (GatewayError, ReducerError, EngineError) as error:
             told = answer_of(error)
-            raise click.ClickException(str(error) if told.status >= 500 else told.message) from error
+            text = str(error) if told.status >= 500 else told.message
+            hint = " Name one of your configuration with --api-key." if told.status == 401 else ""
+            raise click.ClickException(text + hint) from error
     if as_json:
         sys.stdout.buffer.write(msgspec.json.format(answer, indent=2) + b"\n")
         return
@@ -89,7 +91,7 @@ def show(answer: dict[str, Any]) -> None:
                 str(entry["tokens_before"]),
                 str(entry["tokens_after"]),
                 "" if entry["score"] is None else f"{entry['score']:.2f}",
-                entry["reason"],
+                entry["reason"] + (f" -> {entry['merged_into']}" if entry["merged_into"] else ""),
             )
         console.print(documents)
     if answer["denied_documents"]:

@@ -216,7 +216,7 @@ def print_side_by_side(console: Console, result: SideBySide) -> None:
 
 def _run(console: Console, dataset: Dataset, options: Options, url: str | None) -> SideBySide:
     if url is None:
-        with console.status("starting the gateway") as status, started_gateway() as started:
+        with console.status("starting the gateway") as status, started_gateway(example=True) as started:
             status.stop()
             return _measure(console, dataset, options, started, started_gateway_here=True)
     return _measure(console, dataset, options, url, started_gateway_here=False)
