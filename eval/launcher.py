@@ -38,8 +38,9 @@ def started_gateway(
     """A running gateway; yields its URL once ``/ready`` answers 200.
 
     ``config`` is its configuration file; by default it finds one itself, or, with ``example``, takes the example that
-    is shipped with it, whose keys are known, whatever lies in the working directory. It runs in a process group of its own, so
-    Ctrl-C reaches this process alone, which then ends the group. Raises LaunchError with the end of the gateway's log.
+    is shipped with it, whose keys are known, whatever lies in the working directory. It runs in a process group of its
+    own, so Ctrl-C reaches this process alone, which then ends the group. Raises LaunchError with the end of the
+    gateway's log.
     """
     port = _free_port()
     environment = os.environ | {"FIRSTTOKEN_HOST": HOST, "FIRSTTOKEN_PORT": str(port)}
