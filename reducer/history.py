@@ -34,9 +34,12 @@ from reducer.result import TurnAction, TurnDecision
 from reducer.summary import Summarizer, SummaryMemory
 from reducer.template import message_text
 from reducer.tokens import TokenCounter
-from reducer.turns import call_text, calls_tools, is_tool_result, turn_text
+from reducer.turns import both_ends, call_text, calls_tools, is_tool_result, turn_text
 
 PROTECTED_ROLES = frozenset({"system", "developer"})
+
+MAX_EMBEDDED_CHARS = 4_000
+"""Of a longer turn only both ends are embedded; BM25 reads all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,8 @@ def _relevance(
     if encoder is None:
         return lexical, "no encoder: turns ranked by BM25"
     try:
-        semantic = scale(similarities(encoder.encode(list(texts)), query_vector(query, config.context_weight, encoder)))
+        vectors = encoder.encode([both_ends(text, MAX_EMBEDDED_CHARS) for text in texts])
+        semantic = scale(similarities(vectors, query_vector(query, config.context_weight, encoder)))
     except Exception as error:
         return lexical, f"encoder failed ({type(error).__name__}): turns ranked by BM25"
     weight = np.float32(config.lexical_weight + config.semantic_weight)

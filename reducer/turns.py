@@ -105,6 +105,10 @@ class Pin(NamedTuple):
     last: int
 
 
+MAX_READ_CHARS = 20_000
+"""Of a longer turn only both ends are read for the record of earlier turns: a pasted book must not cost minutes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One message, ready to be summarised. ``words``, ``costs``, ``terms`` and ``weights`` run in parallel."""
@@ -171,6 +175,14 @@ def turn_text(message: WireMessage) -> str:
     return text
 
 
+def both_ends(text: str, max_chars: int) -> str:
+    """A text that is too long to be read whole, as its first and its last ``max_chars / 2`` characters."""
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return f"{text[:half]} … {text[-half:]}"
+
+
 def speaker_of(message: WireMessage) -> str:
     """How a message's speaker is written: its role."""
     role = message.get("role")
@@ -234,7 +246,7 @@ def read_turns(
 
 def read_turn(index: int, message: WireMessage, counter: TokenCounter, before: WireMessage | None = None) -> Turn:
     """Cut one message into words, pieces and facts; ``before`` is the message it may answer."""
-    text, speaker = turn_text(message), speaker_of(message)
+    text, speaker = both_ends(turn_text(message), MAX_READ_CHARS), speaker_of(message)
     quoted = quoted_spans(text, speaker)
     words = tuple(Span(*match.span()) for match in _WORD.finditer(text))
     starts = [word.start for word in words]

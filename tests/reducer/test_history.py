@@ -425,3 +425,13 @@ def test_hundred_turns_are_no_trap() -> None:
     started = time.process_time()
     compact(history, 420)
     assert time.process_time() - started < 30
+
+
+def test_a_pasted_book_is_read_at_both_ends() -> None:
+    book = "The vault is called heron. " + "The wind turned again. " * 40_000 + "The key is under stone 77."
+    history = [{"role": "user", "content": book}, *long_chat(8)]
+    started = time.process_time()
+    result = compact(history, 300)
+    assert time.process_time() - started < 30
+    assert "stone 77" in text_of(result)
+    assert result.prompt_tokens <= 300
