@@ -111,20 +111,22 @@ def sdpa_prefill(
     elif q.device.type == "cpu":
         out.copy_(_join_context_and_chunk(query, key, value, context_len, scale)[0].transpose(0, 1))
     else:
-        for start in range(0, q.shape[0], _MASKED_ROWS):
-            end = min(start + _MASKED_ROWS, q.shape[0])
-            seq_len = context_len + end
-            positions = torch.arange(context_len + start, seq_len, device=q.device)
-            mask = torch.arange(seq_len, device=q.device) <= positions[:, None]
-            attended = F.scaled_dot_product_attention(
-                query[:, :, start:end],
-                key[:, :, :seq_len],
-                value[:, :, :seq_len],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=True,
-            )
-            out[start:end] = attended[0].transpose(0, 1)
+        out.copy_(_attend_masked(query, key, value, context_len, scale)[0].transpose(0, 1))
+
+
+def _attend_masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context_len: int, scale: float
+) -> torch.Tensor:
+    """Rows in blocks, each with the mask of its own keys, so that no mask of all rows and keys is built."""
+    parts = []
+    for start in range(0, query.shape[2], _MASKED_ROWS):
+        end = min(start + _MASKED_ROWS, query.shape[2])
+        num_keys = context_len + end
+        positions = torch.arange(context_len + start, num_keys, device=query.device)
+        mask = torch.arange(num_keys, device=query.device) <= positions[:, None]
+        rows, keys, values = query[:, :, start:end], key[:, :, :num_keys], value[:, :, :num_keys]
+        parts.append(F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale, enable_gqa=True))
+    return torch.cat(parts, dim=2)
 
 
 def _join_context_and_chunk(

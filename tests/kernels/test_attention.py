@@ -4,7 +4,7 @@ import pytest
 import torch
 from factories_model import AttentionCase
 
-from kernels.attention import ATTENTION_BACKENDS, AttentionMetadata, get_attention_backend
+from kernels.attention import ATTENTION_BACKENDS, AttentionMetadata, get_attention_backend, sdpa
 from kernels.attention.reference import attention_ref
 from kernels.capabilities import probe_capabilities
 
@@ -109,6 +109,15 @@ def test_large_scores_keep_their_order_in_bf16(backend: str) -> None:
     expected = attention_ref(case.q, case.kv_cache, case.metadata, case.scale)
     assert (expected - attention_ref(case.q * 0, case.kv_cache, case.metadata, 1.0)).abs().max() > 0.5
     assert _error(_attend(backend, case), expected) < 0.05
+
+
+@pytest.mark.parametrize(("query_len", "context_len"), [(1, 5), (256, 10), (600, 300)])
+def test_masked_rows_of_other_devices_agree_with_the_joined_softmaxes(query_len: int, context_len: int) -> None:
+    query = torch.randn(1, 9, query_len, 64)
+    key, value = torch.randn(2, 1, 3, context_len + query_len, 64)
+    masked = sdpa._attend_masked(query, key, value, context_len, 0.125)
+    joined = sdpa._join_context_and_chunk(query, key, value, context_len, 0.125)
+    torch.testing.assert_close(masked, joined, rtol=1e-5, atol=1e-5)
 
 
 def test_default_backend_follows_dtype_and_processor() -> None:
