@@ -96,6 +96,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Share of a best passage's score that goes to the few other passages of its source."""
     num_link_sources: int = 2
     """Best passages whose links are followed."""
+    max_embedded: int = 512
+    """Windows embedded for one request, the lexically best ones: ten thousand passages must not cost minutes."""
     context_weight: float = 0.25
     """Weight of the previous user turn beside a short question that leans on it."""
 
@@ -106,6 +108,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("lexical_weight and semantic_weight must not both be 0")
         _check_at_least("window_chars", self.window_chars, 200)
         _check_at_least("max_windows", self.max_windows, 1)
+        _check_at_least("max_embedded", self.max_embedded, 1)
         for name in ("named_weight", "link_weight", "sibling_weight"):
             _check_share(name, getattr(self, name))
         _check_at_least("num_link_sources", self.num_link_sources, 0)

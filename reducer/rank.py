@@ -200,7 +200,11 @@ def best_window(scores: FloatArray, owners: Sequence[int], num_texts: int) -> Fl
 def _semantic(
     windows: Windows, lexical: FloatArray, num_texts: int, query: Query, config: RankConfig, encoder: Encoder
 ) -> FloatArray:
-    """Similarity of each text's best window, embedding at most ``max_windows`` of a text, the lexically best first."""
+    """Similarity of each text's best window.
+
+    At most ``max_windows`` of a text and ``max_embedded`` of all are embedded, the lexically best first; a text without
+    any counts as the least similar.
+    """
     by_owner: dict[int, list[int]] = {}
     for window, owner in enumerate(windows.owners):
         by_owner.setdefault(owner, []).append(window)
@@ -208,9 +212,12 @@ def _semantic(
     for members in by_owner.values():
         members.sort(key=lambda window: (-float(lexical[window]), window))
         chosen.extend(members[: config.max_windows])
+    if len(chosen) > config.max_embedded:
+        chosen = sorted(sorted(chosen, key=lambda window: (-float(lexical[window]), window))[: config.max_embedded])
     vectors = encoder.encode([windows.texts[window] for window in chosen])
     similar = similarities(vectors, query_vector(query, config.context_weight, encoder))
-    return best_window(similar, [windows.owners[window] for window in chosen], num_texts)
+    best = best_window(similar, [windows.owners[window] for window in chosen], num_texts)
+    return np.where(np.isfinite(best), best, similar.min())
 
 
 def _retriever_scores(candidates: Sequence[Candidate]) -> FloatArray | None:

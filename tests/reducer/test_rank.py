@@ -1,11 +1,13 @@
 """Scores and their fusion."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from factories_reducer import BrokenEncoder, HashEncoder, make_passages
 
 from reducer.config import RankConfig
-from reducer.encoder import Encoder
+from reducer.encoder import Encoder, FloatArray
 from reducer.prompt import Passage
 from reducer.rank import Query, rank
 from reducer.stage import Candidate
@@ -78,3 +80,21 @@ def test_short_follow_up_leans_on_the_turn_before() -> None:
 
 def test_no_candidates() -> None:
     assert rank([], Query("x"), RankConfig(), None).kept == ()
+
+
+def test_only_the_lexically_best_of_very_many_are_embedded() -> None:
+    class CountingEncoder(HashEncoder):
+        num_texts = 0
+
+        def encode(self, texts: Sequence[str]) -> FloatArray:
+            self.num_texts += len(texts)
+            return super().encode(texts)
+
+    encoder = CountingEncoder()
+    passages = make_passages(*(f"Filler number {i} says nothing." for i in range(40)), "The heron opens the vault.")
+    ranked = rank(
+        as_candidates(passages), Query("Which word opens the vault?"), RankConfig(max_embedded=5), encoder
+    ).kept
+    assert ranked[0].passage.id == "d41"
+    assert len(ranked) == 41
+    assert encoder.num_texts == 5 + 1  # and the question
