@@ -5,7 +5,6 @@ torch and sentence-transformers are imported when the first encoder is built, ne
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from reducer.byte_cache import ByteCache
 from reducer.config import EncoderConfig
 from reducer.sentences import split_windows
 
@@ -29,54 +29,11 @@ class Encoder(Protocol):
         ...
 
 
-class VectorCache:
-    """Least-recently-used vectors by content hash, limited in bytes; safe for several threads.
-
-    Keys are digests, so a text itself never stays in memory here.
-    """
+class VectorCache(ByteCache[FloatArray]):
+    """Vectors by content hash."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._vectors: OrderedDict[bytes, FloatArray] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory in use."""
-        return self._num_bytes
-
-    def __len__(self) -> int:
-        return len(self._vectors)
-
-    def clear(self) -> None:
-        """Forget all vectors."""
-        with self._lock:
-            self._vectors.clear()
-            self._num_bytes = 0
-
-    def get(self, key: bytes) -> FloatArray | None:
-        """The cached vector, now the most recently used."""
-        with self._lock:
-            vector = self._vectors.get(key)
-            if vector is not None:
-                self._vectors.move_to_end(key)
-            return vector
-
-    def put(self, key: bytes, vector: FloatArray) -> None:
-        """Keep a vector; what does not fit any more goes, oldest use first."""
-        size = vector.nbytes + _CACHE_ENTRY_OVERHEAD
-        if size > self._max_bytes:
-            return
-        with self._lock:
-            replaced = self._vectors.pop(key, None)
-            if replaced is not None:
-                self._num_bytes -= replaced.nbytes + _CACHE_ENTRY_OVERHEAD
-            self._vectors[key] = vector
-            self._num_bytes += size
-            while self._num_bytes > self._max_bytes:
-                _, evicted = self._vectors.popitem(last=False)
-                self._num_bytes -= evicted.nbytes + _CACHE_ENTRY_OVERHEAD
+        super().__init__(max_bytes, lambda vector: vector.nbytes + _CACHE_ENTRY_OVERHEAD)
 
 
 class SentenceTransformerEncoder:

@@ -19,12 +19,11 @@ import hashlib
 import heapq
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from reducer.byte_cache import ByteCache
 from reducer.ledger import SECONDARY_KINDS, Fact, missing_facts
 from reducer.prompt import Caller, WireMessage
 from reducer.template import escape
@@ -83,56 +82,15 @@ class SegmentSummary:
         return 400 + 2 * len(self.text) + sum(80 + len(key) for key in self.keys) + 120 * len(self.spans)
 
 
-class SummaryCache:
-    """Segment summaries by conversation prefix, least recently used first out, limited in bytes; safe for threads.
+class SummaryCache(ByteCache[SegmentSummary]):
+    """Segment summaries by conversation prefix.
 
-    A key is a digest over everything that changes the summary or who may see it, so no text is kept as a key and a
-    summary is only ever found by a request with the same scope, groups, configuration and conversation so far.
+    A key is a digest over everything that changes the summary or who may see it, so a summary is only ever found by a
+    request with the same scope, groups, configuration and conversation so far.
     """
 
     def __init__(self, max_bytes: int = 32 * 1024 * 1024) -> None:
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, SegmentSummary] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory in use, about."""
-        return self._num_bytes
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: bytes) -> SegmentSummary | None:
-        """The summary, now the most recently used."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None:
-                self._entries.move_to_end(key)
-            return entry
-
-    def put(self, key: bytes, entry: SegmentSummary) -> None:
-        """Keep a summary; old ones go where memory runs out."""
-        with self._lock:
-            old = self._entries.pop(key, None)
-            if old is not None:
-                self._num_bytes -= old.num_bytes
-            if entry.num_bytes > self._max_bytes:
-                return
-            self._entries[key] = entry
-            self._num_bytes += entry.num_bytes
-            while self._num_bytes > self._max_bytes:
-                _, gone = self._entries.popitem(last=False)
-                self._num_bytes -= gone.num_bytes
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._entries.clear()
-            self._num_bytes = 0
+        super().__init__(max_bytes, lambda summary: summary.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
