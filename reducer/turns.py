@@ -20,6 +20,8 @@ from reducer.stage import Span
 from reducer.template import message_text
 from reducer.tokens import TokenCounter
 
+MAX_READ_CHARS = 20_000
+"""Of a longer turn only both ends are read for the record of earlier turns: a pasted book must not cost minutes."""
 MIN_PIECE_WORDS = 3
 MAX_PIECE_WORDS = 16
 MAX_PHRASE_WORDS = 4
@@ -103,10 +105,6 @@ class Pin(NamedTuple):
     fact: Fact
     first: int
     last: int
-
-
-MAX_READ_CHARS = 20_000
-"""Of a longer turn only both ends are read for the record of earlier turns: a pasted book must not cost minutes."""
 
 
 @dataclass(frozen=True, slots=True)
