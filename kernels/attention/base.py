@@ -111,6 +111,9 @@ class AttentionBackend(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Attention of one layer for the whole batch.
 
@@ -122,6 +125,8 @@ class AttentionBackend(Protocol):
             kv_cache: (2, num_blocks, block_size, num_kv_heads, head_dim), dtype of ``q``.
             metadata: of this step, from ``prepare``.
             scale: factor of the scores, usually ``head_dim ** -0.5``.
+            window: keys that a query sees at most, its own included: sliding attention; ``None`` is all before it.
+            softcap: scaled scores become ``softcap * tanh(score / softcap)``; ``None`` leaves them.
 
         Returns:
             (num_tokens, num_heads, head_dim), dtype of ``q``, contiguous.

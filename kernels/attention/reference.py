@@ -5,8 +5,16 @@ import torch
 from kernels.attention.base import AttentionMetadata, gather_kv
 
 
-def attention_ref(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float) -> torch.Tensor:
-    """``softmax(q k^T * scale + mask) v`` for every sequence of the batch, keys and values read from their blocks.
+def attention_ref(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """``softmax(cap(q k^T * scale) + mask) v`` for every sequence of the batch, keys and values from their blocks.
 
     Args and shapes as in ``AttentionBackend.attend``. Returns fp32.
     """
@@ -18,9 +26,13 @@ def attention_ref(q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMe
         group_size = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query, k) * scale
-        query_positions = torch.arange(context_len, seq_len, device=q.device)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        query_positions = torch.arange(context_len, seq_len, device=q.device)[:, None]
         key_positions = torch.arange(seq_len, device=q.device)
-        scores.masked_fill_(key_positions > query_positions[:, None], float("-inf"))
+        scores.masked_fill_(key_positions > query_positions, float("-inf"))
+        if window is not None:
+            scores.masked_fill_(key_positions <= query_positions - window, float("-inf"))
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v))
     return torch.cat(outputs)
 
@@ -42,6 +54,9 @@ class ReferenceAttention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.attend``; keys and values come from the cache alone."""
-        return attention_ref(q, kv_cache, metadata, scale).to(q.dtype)
+        return attention_ref(q, kv_cache, metadata, scale, window=window, softcap=softcap).to(q.dtype)

@@ -8,9 +8,11 @@ The batch is split into what SDPA does well:
 - a prompt without context: ``is_causal`` on its own rows, nothing is gathered.
 - a chunk with context: on a CPU two calls, one over the context without a mask and one causal over the chunk, joined
   by their log-sum-exp, so that no (query, key) mask is ever built; elsewhere rows in blocks with a mask each.
+- a window shorter than the sequence: the same groups and rows over the blocks that the window reaches, with a mask.
+  Scores with a soft cap, which SDPA does not know, are two plain products with the softmax between them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,9 @@ class SdpaPlan:
     """What all layers of a step share."""
 
     decode_groups: list[DecodeGroup]
+    """For full attention."""
+    windowed_groups: dict[int, list[DecodeGroup]] = field(default_factory=dict)
+    """By window, worked out when the first layer asks."""
 
 
 class SdpaAttention:
@@ -63,23 +68,33 @@ class SdpaAttention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.attend``."""
         assert isinstance(metadata.plan, SdpaPlan), "metadata must come from prepare() of this backend"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in metadata.plan.decode_groups:
-            out[group.rows] = _decode(q[group.rows], kv_cache, group, scale)
+        for group in _decode_groups(metadata, metadata.plan, window, q.dtype):
+            out[group.rows] = _decode(q[group.rows], kv_cache, group, scale, softcap)
         end = metadata.num_decodes
         for index in range(metadata.num_decodes, metadata.num_seqs):
             start, end = end, end + metadata.query_lens[index]
             rows = slice(start, end)
             context_len = metadata.context_lens[index]
+            seq_len = context_len + metadata.query_lens[index]
+            is_windowed = window is not None and window < seq_len
             keys, values = k[rows], v[rows]
             if context_len:
-                keys, values = gather_kv(
-                    kv_cache, metadata.block_tables[index], context_len + metadata.query_lens[index]
-                )
-            self._prefill(q[rows], keys, values, context_len, scale, out[rows])
+                # blocks before the window of the first row are not read
+                first = max(context_len + 1 - window, 0) // metadata.block_size if window is not None else 0
+                context_len -= first * metadata.block_size
+                seq_len -= first * metadata.block_size
+                keys, values = gather_kv(kv_cache, metadata.block_tables[index, first:], seq_len)
+            if is_windowed or softcap is not None:
+                masked_prefill(q[rows], keys, values, context_len, scale, out[rows], window=window, softcap=softcap)
+            else:
+                self._prefill(q[rows], keys, values, context_len, scale, out[rows])
         return out
 
     def _prefill(
@@ -93,6 +108,46 @@ class SdpaAttention:
     ) -> None:
         """One chunk: q, out (query_len, num_heads, head_dim); keys, values (context_len + query_len, ...)."""
         sdpa_prefill(q, keys, values, context_len, scale, out)
+
+
+def masked_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    context_len: int,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """One chunk under a window or a soft cap, rows in blocks, each over the keys that its window reaches.
+
+    Args:
+        q, out: (query_len, num_heads, head_dim).
+        keys, values: (context_len + query_len, num_kv_heads, head_dim).
+    """
+    query_len, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[1]
+    group_size = num_heads // num_kv_heads
+    by_head = q.view(query_len, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    for start in range(0, query_len, _MASKED_ROWS):
+        end = min(start + _MASKED_ROWS, query_len)
+        first = 0 if window is None else max(context_len + start + 1 - window, 0)
+        last = context_len + end
+        positions = torch.arange(context_len + start, last, device=q.device)[:, None]
+        key_positions = torch.arange(first, last, device=q.device)
+        is_hidden = key_positions > positions
+        if window is not None:
+            is_hidden |= key_positions <= positions - window
+        mask = torch.zeros(is_hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(is_hidden, float("-inf"))
+        # the query heads of one KV head are rows of one matrix: nothing is repeated but the mask
+        rows = by_head[:, :, start:end].reshape(1, num_kv_heads, -1, head_dim)
+        attended = _attention(
+            rows, keys[None, :, first:last], values[None, :, first:last], mask.repeat(group_size, 1), scale, softcap
+        )
+        out[start:end] = attended.view(num_kv_heads, group_size, -1, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def sdpa_prefill(
@@ -144,18 +199,53 @@ def _join_context_and_chunk(
     return joined
 
 
-def _decode(q: torch.Tensor, kv_cache: torch.Tensor, group: DecodeGroup, scale: float) -> torch.Tensor:
+def _attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """SDPA, or its formula where scores are capped. All (batch, num_kv_heads, ..., head_dim); ``mask`` is added."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    scores = softcap * torch.tanh((query @ keys.transpose(-1, -2)).float() * (scale / softcap))
+    if mask is not None:
+        scores += mask
+    return scores.softmax(dim=-1).to(values.dtype) @ values
+
+
+def _decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, group: DecodeGroup, scale: float, softcap: float | None
+) -> torch.Tensor:
     """q: (num_seqs, num_heads, head_dim), one new token per sequence. Returns the same shape."""
     num_kv_heads, head_dim = kv_cache.shape[3:]
     kv = kv_cache.index_select(1, group.block_ids)
     keys, values = kv.view(2, group.num_seqs, -1, num_kv_heads, head_dim)[:, :, : group.max_seq_len].transpose(2, 3)
     query = q.view(q.shape[0], num_kv_heads, -1, head_dim)
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scale).flatten(1, 2)
+    return _attention(query, keys, values, group.mask, scale, softcap).flatten(1, 2)
 
 
-def _group_decodes(metadata: AttentionMetadata, dtype: torch.dtype) -> list[DecodeGroup]:
+def _decode_groups(
+    metadata: AttentionMetadata, plan: SdpaPlan, window: int | None, dtype: torch.dtype
+) -> list[DecodeGroup]:
+    """The groups of full attention where the window covers every sequence, else those of the window."""
+    longest = max(metadata.context_lens[: metadata.num_decodes], default=0) + 1
+    if window is None or window >= longest:
+        return plan.decode_groups
+    if window not in plan.windowed_groups:
+        plan.windowed_groups[window] = _group_decodes(metadata, dtype, window)
+    return plan.windowed_groups[window]
+
+
+def _group_decodes(metadata: AttentionMetadata, dtype: torch.dtype, window: int | None = None) -> list[DecodeGroup]:
     """Cut the decodes, longest first, into groups whose padding stays small."""
-    lens = [context_len + 1 for context_len in metadata.context_lens[: metadata.num_decodes]]
+    firsts = [_first_block(context_len, window, metadata.block_size) for context_len in metadata.context_lens]
+    lens = [
+        context_len + 1 - first * metadata.block_size
+        for context_len, first in zip(metadata.context_lens, firsts, strict=True)
+    ][: metadata.num_decodes]
     order = sorted(range(len(lens)), key=lambda index: -lens[index])
     groups: list[list[int]] = []
     num_needed = 0
@@ -168,25 +258,50 @@ def _group_decodes(metadata: AttentionMetadata, dtype: torch.dtype) -> list[Deco
                 continue
         groups.append([index])
         num_needed = lens[index]
-    return [_make_group(metadata, sorted(members), dtype) for members in groups]
+    return [_make_group(metadata, sorted(members), lens, firsts, dtype, window) for members in groups]
 
 
-def _make_group(metadata: AttentionMetadata, members: list[int], dtype: torch.dtype) -> DecodeGroup:
+def _first_block(context_len: int, window: int | None, block_size: int) -> int:
+    """The first block that the window of a token after ``context_len`` others reaches."""
+    return 0 if window is None else max(context_len + 1 - window, 0) // block_size
+
+
+def _make_group(
+    metadata: AttentionMetadata,
+    members: list[int],
+    all_lens: list[int],
+    firsts: list[int],
+    dtype: torch.dtype,
+    window: int | None,
+) -> DecodeGroup:
+    """``all_lens`` counts the keys of each sequence from its block number ``firsts`` on."""
     device = metadata.block_tables.device
-    lens = [metadata.context_lens[index] + 1 for index in members]
+    lens = [all_lens[index] for index in members]
     max_seq_len = max(lens)
     num_blocks = -(-max_seq_len // metadata.block_size)
     is_everything = len(members) == metadata.num_decodes
     rows = slice(0, metadata.num_decodes) if is_everything else torch.tensor(members, device=device)
+    if window is None:
+        block_ids = metadata.block_tables[rows, :num_blocks]
+    else:
+        columns = torch.tensor([firsts[index] for index in members], device=device)[:, None]
+        columns = columns + torch.arange(num_blocks, device=device)
+        # a shorter sequence of the group is padded with whatever its last column holds, and masked
+        columns.clamp_(max=metadata.block_tables.shape[1] - 1)
+        block_ids = metadata.block_tables[rows].gather(1, columns)
     mask = None
-    if min(lens) < max_seq_len:
-        is_padding = torch.arange(max_seq_len, device=device) >= torch.tensor(lens, device=device)[:, None]
+    if min(lens) < max_seq_len or (window is not None and max_seq_len > window):
+        positions = torch.arange(max_seq_len, device=device)
+        ends = torch.tensor(lens, device=device)[:, None]
+        is_hidden = positions >= ends
+        if window is not None:
+            is_hidden |= positions < ends - window
         mask = torch.zeros(len(lens), 1, 1, max_seq_len, dtype=dtype, device=device)
-        mask.masked_fill_(is_padding[:, None, None], float("-inf"))
+        mask.masked_fill_(is_hidden[:, None, None], float("-inf"))
     return DecodeGroup(
         rows=rows,
         num_seqs=len(members),
-        block_ids=metadata.block_tables[rows, :num_blocks].flatten().long(),
+        block_ids=block_ids.flatten().long(),
         max_seq_len=max_seq_len,
         mask=mask,
     )

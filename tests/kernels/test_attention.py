@@ -28,10 +28,12 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected).abs().max())
 
 
-def _attend(backend: str, case: AttentionCase) -> torch.Tensor:
+def _attend(
+    backend: str, case: AttentionCase, *, window: int | None = None, softcap: float | None = None
+) -> torch.Tensor:
     attention = get_attention_backend(backend, dtype=case.q.dtype)
     metadata = attention.prepare(case.metadata, dtype=case.q.dtype)
-    return attention.attend(case.q, case.k, case.v, case.kv_cache, metadata, case.scale)
+    return attention.attend(case.q, case.k, case.v, case.kv_cache, metadata, case.scale, window=window, softcap=softcap)
 
 
 def _plain_torch(case: AttentionCase) -> torch.Tensor:
@@ -62,6 +64,31 @@ def test_backend_agrees_with_the_reference_in_fp32(backend: str, batch: str, hea
     assert actual.shape == case.q.shape
     assert actual.is_contiguous()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(1, None), (16, None), (37, None), (200, None), (5000, None), (None, 2.0), (37, 2.0)]
+)
+def test_window_and_soft_cap_agree_with_the_reference(
+    backend: str, batch: str, window: int | None, softcap: float | None
+) -> None:
+    case = AttentionCase(*BATCHES[batch], num_heads=6, num_kv_heads=2)
+    expected = attention_ref(case.q, case.kv_cache, case.metadata, case.scale, window=window, softcap=softcap)
+    actual = _attend(backend, case, window=window, softcap=softcap)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_reference_sees_no_key_before_the_window() -> None:
+    case = AttentionCase((1,), (30,), num_heads=2, num_kv_heads=2)
+    expected = attention_ref(case.q, case.kv_cache, case.metadata, case.scale, window=8)
+    slots = case.kv_cache.flatten(1, 2)
+    before = [int(case.metadata.block_tables[0, i // 16]) * 16 + i % 16 for i in range(31 - 8)]
+    slots[:, before] = 1e3
+    torch.testing.assert_close(attention_ref(case.q, case.kv_cache, case.metadata, case.scale, window=8), expected)
+    slots[:, int(case.metadata.block_tables[0, 1]) * 16 + 7] = 1e3  # the first key inside
+    assert not torch.allclose(attention_ref(case.q, case.kv_cache, case.metadata, case.scale, window=8), expected)
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
