@@ -80,7 +80,8 @@ _CRUMB_START = re.compile(
     re.IGNORECASE,
 )
 _PLEA = re.compile(
-    r"(?:please )?(?:enable|activate|turn on) javascript\b.*|your browser (?:does not|doesn't) support .*"
+    r"(?:(?:jump|skip) to (?:main |site |page )?(?:navigation|search|content|footer|menu|results)\W*)+"
+    r"|(?:please )?(?:enable|activate|turn on) javascript\b.*|your browser (?:does not|doesn't) support .*"
     r"|(?:subscribe|sign up) (?:to|for) (?:our|the) .{0,20}newsletter.{0,60}|follow us on .{0,60}"
     r"|(?:share|tweet|post) (?:this )?(?:on|via) .{0,40}|click here (?:to|for) (?:share|print|subscribe).{0,40}"
     r"|get our (?:free )?app.{0,40}|advertisement|-+ ?advertisement ?-+|scroll to continue"
@@ -94,7 +95,7 @@ _NEEDLES = (
     "cookie", "куки", "©", "(c)", "&copy;", "copyright", "reserv", "vorbehalten", "réservés", "защищены", "版",
     "無断転載", "무단", "备", "備", "公网安", "标识码", "许可证", "授权", "授權", "转载", ">", "›", "»", "&gt;", "/",
     "位置", "二维码", "客户端", "javascript", "browser", "newsletter", "follow us", "share", "tweet", "post",
-    "click here", "get our",
+    "click here", "get our", "jump to", "skip to",
     "advertisement", "scroll", "page", "seite", "página", "стр", "页", "here", "hier", "ici", "aquí",
 )  # fmt: skip
 """One of these stands in every line that is boilerplate by anything but its navigation words."""

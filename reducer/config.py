@@ -58,7 +58,7 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Values of one band that must agree for a pair to be proposed."""
     min_containment: float = 0.6
     """Share of the shorter passage's shingles that the longer one must hold before the two texts are aligned."""
-    min_length_share: float = 0.4
+    min_length_share: float = 0.5
     """A passage inside one more than ``1 / min_length_share`` times as long stays: it says the same in fewer tokens."""
     max_alignments: int = 4000
     """Pairs aligned for one request; the most similar go first, the rest are kept apart."""

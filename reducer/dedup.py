@@ -5,13 +5,17 @@ then verified one by one by the fact guard. A merged passage points at a survivo
 
     A ~ B and B ~ C verified, A ~ C not:  A and B are one, C stays; never all three along the chain.
 
-The survivor states all that the merged ones state. Among equals the higher score wins, then the longer text, then the
-smaller id, so the order of the request plays no part.
+The survivor states all that the merged ones state. Among equals the higher score wins, then the more recent date of
+the metadata, then the smaller id, so the order of the request plays no part. A passage in the header and footer of a
+site is read by its body (``frames``), so copies wrapped in two different ones are one.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +23,7 @@ from datasketch import MinHash, MinHashLSH
 
 from reducer.config import DedupConfig
 from reducer.facts import Statement, contains, plain_text, state
+from reducer.frames import body_span
 from reducer.sentences import is_code, is_dense_script
 from reducer.stage import Candidate, Filtered, StageOutcome
 
@@ -32,16 +37,47 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SKETCH_BATCH = 4096  # bounds the memory of one sketch update at a few megabytes
 
 
-def deduplicate(candidates: Sequence[Candidate], config: DedupConfig) -> StageOutcome[Candidate]:
-    """Merge passages into others that state the same or more. Survivors keep request order."""
+DATE_KEYS = (
+    "updated_at", "updated", "last_modified", "modified", "published_at", "published", "date", "timestamp",
+    "created_at", "created",
+)  # fmt: skip
+"""Fields of a passage's metadata that say how recent it is, the first one present: ISO 8601 or Unix seconds."""
+
+Pairs = Sequence[tuple[int, int]]
+"""Pairs ``(i, j)``, ``i < j``, of places in a sequence of passages."""
+
+
+def deduplicate(
+    candidates: Sequence[Candidate], config: DedupConfig, asked: AbstractSet[str] = frozenset()
+) -> StageOutcome[Candidate]:
+    """Merge passages into others that state the same or more. Survivors keep request order.
+
+    ``asked`` are the index words of the question; furniture that shares one counts as part of what a passage states.
+    """
     if not config.enabled or len(candidates) < 2:
         return StageOutcome(tuple(candidates))
     # Sorted by preference from here on: a smaller index is the better survivor.
-    ordered, copies = _collapse(sorted(candidates, key=_preference))
-    texts = [candidate.passage.text for candidate in ordered]
-    statements = _Statements(ordered, config.min_length_share)
+    ordered, copies = _collapse(sorted(candidates, key=preference))
+    statements = _Statements(ordered, config.min_length_share, asked)
+    return _merge(ordered, copies, statements, propose_pairs(statements.bodies, config))
+
+
+def merge_pairs(
+    candidates: Sequence[Candidate], pairs: Pairs, config: DedupConfig, asked: AbstractSet[str] = frozenset()
+) -> StageOutcome[Candidate]:
+    """``deduplicate`` with pairs proposed from elsewhere; each is verified in the same way.
+
+    ``candidates`` must be sorted by ``preference``.
+    """
+    statements = _Statements(candidates, config.min_length_share, asked)
+    return _merge(candidates, [[] for _ in candidates], statements, pairs)
+
+
+def _merge(
+    ordered: Sequence[Candidate], copies: Sequence[list[Candidate]], statements: "_Statements", pairs: Pairs
+) -> StageOutcome[Candidate]:
     container: dict[int, set[int]] = {index: set() for index in range(len(ordered))}
-    for first, second in propose_pairs(texts, config):
+    for first, second in pairs:
         if statements.contains(first, second):
             container[second].add(first)
         if statements.contains(second, first):
@@ -114,19 +150,21 @@ def _collapse(ordered: Sequence[Candidate]) -> tuple[list[Candidate], list[list[
 class _Statements:
     """Statements of the passages, made when first needed."""
 
-    def __init__(self, candidates: Sequence[Candidate], min_length_share: float) -> None:
+    def __init__(self, candidates: Sequence[Candidate], min_length_share: float, asked: AbstractSet[str]) -> None:
         self._min_length_share = min_length_share
         self._candidates = candidates
         self._styles: dict[int, str] = {}
-        self._made: dict[tuple[int, str], Statement] = {}
+        self._made: dict[tuple[int, str, bool], Statement] = {}
         self._titles: dict[int, Statement] = {}
+        self.bodies = [_body(candidate, asked) for candidate in candidates]
 
     def contains(self, outer: int, inner: int) -> bool:
-        """Whether passage ``outer`` states all that ``inner`` states, its title included."""
+        """Whether passage ``outer`` states all that ``inner`` states between its frames, its title included."""
         style = self._style(outer, inner)
-        outer_statement = self._statement(outer, style)
-        inner_statement = self._statement(inner, style)
-        if len(inner_statement.tokens) < self._min_length_share * len(outer_statement.tokens):
+        outer_statement = self._statement(outer, style, is_body=False)
+        inner_statement = self._statement(inner, style, is_body=True)
+        num_outer = len(self._statement(outer, style, is_body=True).tokens)
+        if len(inner_statement.tokens) < self._min_length_share * num_outer:
             return False
         if not contains(outer_statement, inner_statement):
             return False
@@ -147,11 +185,15 @@ class _Statements:
             style = self._styles[index] = "code" if is_code(text) else "dense" if is_dense_script(text) else "spaced"
         return style
 
-    def _statement(self, index: int, style: str) -> Statement:
-        made = self._made.get((index, style))
+    def _statement(self, index: int, style: str, *, is_body: bool) -> Statement:
+        text = self._candidates[index].passage.text
+        is_body = is_body and self.bodies[index] != text
+        made = self._made.get((index, style, is_body))
         if made is None:
-            text = self._candidates[index].passage.text
-            made = self._made[index, style] = state(text, as_code=style == "code", ignore_spaces=style == "dense")
+            made = state(
+                self.bodies[index] if is_body else text, as_code=style == "code", ignore_spaces=style == "dense"
+            )
+            self._made[index, style, is_body] = made
         return made
 
     def _title(self, index: int) -> Statement:
@@ -219,6 +261,28 @@ def _similar_pairs(shingles: dict[int, HashArray], config: DedupConfig) -> Itera
             index.insert(key, sketch)
 
 
-def _preference(candidate: Candidate) -> tuple[float, int, str]:
+def preference(candidate: Candidate) -> tuple[float, float, str]:
+    """Sort key among passages that state the same: the best survivor first."""
     passage = candidate.passage
-    return (-(passage.score if passage.score is not None else 0.0), -len(passage.text), passage.id)
+    return (-(passage.score if passage.score is not None else 0.0), -recency_s(passage.metadata), passage.id)
+
+
+def recency_s(metadata: Mapping[str, Any]) -> float:
+    """Unix seconds of the first date among ``DATE_KEYS``; minus infinity where there is none that can be read."""
+    for key in DATE_KEYS:
+        value = metadata.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+            return float(value)
+        if isinstance(value, str):
+            try:
+                moment = datetime.fromisoformat(value.strip())
+                return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+            except (ValueError, OverflowError):
+                continue
+    return float("-inf")
+
+
+def _body(candidate: Candidate, asked: AbstractSet[str]) -> str:
+    passage = candidate.passage
+    span = body_span(passage.text, passage.title, asked)
+    return passage.text[span.start : span.end]

@@ -16,6 +16,7 @@ from reducer.encoder import Encoder
 from reducer.extraction import Extractor
 from reducer.fitting import fit_documents, render_messages
 from reducer.history import reduce_history
+from reducer.lexical import words
 from reducer.ordering import make_arrange, prefix_key
 from reducer.rank import rank
 from reducer.run import Run, document_tokens_of
@@ -33,7 +34,7 @@ def _run_clean(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str 
 
 
 def _run_dedup(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
-    outcome = deduplicate(run.running, config.dedup)
+    outcome = deduplicate(run.running, config.dedup, frozenset(words(run.query.text)))
     run.running = outcome.kept
     run.filtered.extend(outcome.filtered)
     run.document_tokens = document_tokens_of(run.running)

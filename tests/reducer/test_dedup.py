@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reducer.config import DedupConfig
-from reducer.dedup import choose_survivors, deduplicate
+from reducer.dedup import choose_survivors, deduplicate, recency_s
 from reducer.prompt import Passage
 from reducer.stage import Candidate
 
@@ -79,12 +79,62 @@ def test_other_title_keeps_both() -> None:
     )
 
 
-def test_higher_score_survives_then_longer_text_then_smaller_id() -> None:
+def test_higher_score_survives_then_more_recent_then_smaller_id() -> None:
     assert merges(Passage(id="a", text="The cat sat.", score=1), Passage(id="b", text="the cat sat", score=2)) == {
         "a": "b"
     }
-    assert merges(Passage(id="a", text="The cat sat"), Passage(id="b", text="The cat sat.")) == {"a": "b"}
+    old, new = {"updated_at": "2023-01-05T10:00:00Z"}, {"updated_at": "2024-06-01"}
+    assert merges(
+        Passage(id="a", text="The cat sat.", metadata=old), Passage(id="b", text="the cat sat", metadata=new)
+    ) == {"a": "b"}
+    assert merges(Passage(id="a", text="The cat sat."), Passage(id="b", text="the cat sat", metadata=old)) == {"a": "b"}
     assert merges(Passage(id="b", text="The cat sat."), Passage(id="a", text="The cat sat.")) == {"b": "a"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "seconds"),
+    [
+        ({"date": "1970-01-02"}, 86400.0),
+        ({"timestamp": 12.5}, 12.5),
+        ({"date": "soon", "created": "1970-01-01T00:00:01+00:00"}, 1.0),
+        ({"date": True}, float("-inf")),
+        ({"date": float("nan")}, float("-inf")),
+        ({}, float("-inf")),
+    ],
+)
+def test_recency_reads_dates_and_seconds(metadata: dict[str, object], seconds: float) -> None:
+    assert recency_s(metadata) == seconds
+
+
+WRAPPERS = [
+    "Home > Physics\nShare this page | Print | Email\n\n{}\n\nRelated articles | Most read | Contact us",
+    "Physics - Free Encyclopedia\n\n{}\n\nCategories: Physics | All stub pages",
+    "[Document: Physics] [Section 2 of 7]\n{}\n-- end of section --",
+]
+
+
+def test_copies_in_different_headers_and_footers_are_one() -> None:
+    texts = [wrapper.format(PHYSICS.format("1.022")) for wrapper in WRAPPERS]
+    assert len(merges(*make_passages(*texts, title="Physics"))) == len(WRAPPERS) - 1
+    changed = WRAPPERS[0].format(PHYSICS.format("1.032"))
+    assert "d4" not in merges(*make_passages(*texts, changed, title="Physics"))
+
+
+def test_copy_below_a_heading_that_states_something_survives() -> None:
+    text = PHYSICS.format("1.022")
+    assert merges(*make_passages(f"Edition of 2025\n{text}", f"Edition of 2026\n{text}")) == {}
+    dated = f"Physics\nLast updated: 12 March 2024\n\n{text}"
+    assert merges(*make_passages(WRAPPERS[0].format(text), dated, title="Physics")) == {"d1": "d2"}
+
+
+def test_furniture_that_is_asked_for_is_not_lost() -> None:
+    text = PHYSICS.format("1.022")
+    noted = f"{text}\nThis text is provided for information only and does not constitute advice."
+    passages = make_passages(noted, text)
+    asked = frozenset({"advice"})
+    assert deduplicate(candidates(passages), DedupConfig()).kept[0].sources == ("d1", "d2")
+    outcome = deduplicate(candidates(passages), DedupConfig(), asked)
+    assert [c.passage.id for c in outcome.kept] == ["d1"]
 
 
 def test_no_chains() -> None:
