@@ -47,7 +47,7 @@ def rank(
     """All candidates with their score, best first; ties by place in the request. Nothing is filtered here."""
     if not candidates:
         return StageOutcome(())
-    texts = [_searchable(candidate) for candidate in candidates]
+    texts = [searchable(candidate) for candidate in candidates]
     windows = make_windows(texts, config.window_chars)
     lexical_windows = lexical_scores(windows.texts, query, config.context_weight)
     lexical = best_window(lexical_windows, windows.owners, len(texts))
@@ -229,6 +229,7 @@ def _retriever_scores(candidates: Sequence[Candidate]) -> FloatArray | None:
     return np.asarray([low if c.passage.score is None else c.passage.score for c in candidates], dtype=np.float32)
 
 
-def _searchable(candidate: Candidate) -> str:
+def searchable(candidate: Candidate) -> str:
+    """The text under which a passage is looked for: its title, if it has one, and its text."""
     title = candidate.passage.title
     return f"{title}\n{candidate.passage.text}" if title else candidate.passage.text
