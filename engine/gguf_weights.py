@@ -7,8 +7,9 @@ Layout, little endian; the key-values are skipped here (``engine.gguf_metadata``
 
 Big models come as ``name-00001-of-00003.gguf``; every part has its own table, the first one the key-values.
 
-llama.cpp rotates neighbouring elements where Hugging Face rotates halves, so its converter interleaved the rows of the
-query and key projections; they are put back here: head rows ``[0, h, 1, h + 1, ...]`` become ``[0, 1, ..., h, ...]``.
+For the Llama architecture llama.cpp rotates neighbouring elements where Hugging Face rotates halves, so its converter
+interleaved the rows of the query and key projections; they are put back here: head rows ``[0, h, 1, h + 1, ...]`` become
+``[0, 1, ..., h, ...]``. Weights of Gemma's norms are stored whole, where Hugging Face stores them less one.
 """
 
 import math
@@ -28,7 +29,7 @@ from engine.gguf_metadata import read_gguf_metadata
 from engine.model_spec import spec_from_gguf_metadata
 from engine.named_tensor import NamedTensor
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -50,11 +51,21 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma has four norms a layer, and gives one of the names above to another of them.
+_GEMMA_LAYER_NAMES = {
+    **_LAYER_NAMES,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_INTERLEAVED = ("llama",)
 _ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -86,7 +97,6 @@ class GGUFCheckpoint:
         self.files = gguf_parts(path)
         self.path = self.files[0]
         self._table = {tensor.name: tensor for file in self.files for tensor in read_tensor_table(file)}
-        self._head_counts: dict[str, int] = {}
         divisors = None
         if _ROPE_FREQS in self._table:
             divisors = tuple(float(value) for value in _load(self._table[_ROPE_FREQS]))
@@ -104,11 +114,11 @@ class GGUFCheckpoint:
                 continue  # part of the spec
             values = _load(tensor)
             kind = tensor.name.split(".")[-2]
-            if kind == "attn_q":
-                values = _undo_interleave(values, self.spec.num_heads)
-            elif kind == "attn_k":
-                values = _undo_interleave(values, self.spec.num_kv_heads)
-            yield NamedTensor(_hf_name(tensor.name), torch.from_numpy(values), f"{tensor.path}: {tensor.name}")
+            if self.spec.architecture in _INTERLEAVED and kind in ("attn_q", "attn_k"):
+                num_heads = self.spec.num_heads if kind == "attn_q" else self.spec.num_kv_heads
+                values = _undo_interleave(values, num_heads)
+            name = _hf_name(tensor.name, self.spec.architecture)
+            yield NamedTensor(name, torch.from_numpy(values), f"{tensor.path}: {tensor.name}")
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -236,10 +246,11 @@ def _undo_interleave(
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, architecture: str) -> str:
     """The Hugging Face name; a name we do not know stays, and is refused where the model misses a place for it."""
+    names = _GEMMA_LAYER_NAMES if architecture == "gemma3" else _LAYER_NAMES
     match = re.fullmatch(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)", name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    if match and match[2] in names:
+        return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
     stem, _, suffix = name.rpartition(".")
     return f"{_TOP_NAMES[stem]}.{suffix}" if stem in _TOP_NAMES else name

@@ -31,7 +31,11 @@ class SafetensorsCheckpoint:
         self.spec = spec_from_hf_config(_read_json(path / "config.json"), path / "config.json")
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """All weights, file by file, in the dtype they are stored in. Raises ModelError naming file and tensor."""
+        """All weights, file by file, in the dtype they are stored in. Raises ModelError naming file and tensor.
+
+        Weights of norms that are stored less ``spec.stored_norm_offset`` come whole, in fp32.
+        """
+        offset = self.spec.stored_norm_offset
         for file in self.files:
             try:
                 with safe_open(file, framework="pt") as weights:
@@ -39,6 +43,8 @@ class SafetensorsCheckpoint:
                         values = weights.get_tensor(name)
                         if values.dtype not in SUPPORTED_DTYPES:
                             raise ModelError(f"{file}: tensor {name} is {values.dtype}; there are F32, F16, BF16")
+                        if offset and name.endswith("norm.weight"):
+                            values = values.float() + offset
                         yield NamedTensor(name, values, f"{file}: {name}")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"cannot read {file}: {error}") from error

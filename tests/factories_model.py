@@ -1,4 +1,4 @@
-"""Builds tiny Llama models on disk (safetensors and GGUF), steps for the model runner, and batches for attention."""
+"""Builds tiny models of every family on disk (safetensors and GGUF), steps for the model runner, and batches for attention."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,14 +39,50 @@ def make_llama(**overrides: Any) -> Any:
         "attn_implementation": "eager",
     }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).eval()
+    return _randomised(LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})))
+
+
+def make_model(family: str, **overrides: Any) -> Any:
+    """A transformers model of ``llama``, ``mistral``, ``qwen2``, ``qwen3`` or ``gemma3`` as small as ``make_llama``.
+
+    Where the family has a window it is shorter than the prompts of the tests.
+    """
+    import transformers
+
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}[family]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "attn_implementation": "eager",
+    }
+    if family in ("mistral", "gemma3"):
+        settings["sliding_window"] = 24
+    if family == "gemma3":
+        settings |= {"query_pre_attn_scalar": 24, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}TextConfig" if family == "gemma3" else f"{name}Config")
+    return _randomised(getattr(transformers, f"{name}ForCausalLM")(config(**{**settings, **overrides})))
+
+
+def _randomised(model: Any) -> Any:
+    """Norms and biases that do something; Gemma adds one to what its norms store."""
+    is_gemma = "Gemma" in type(model).__name__
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(-0.5 if is_gemma else 0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.uniform_(-0.5, 0.5)
-    return model
+            elif is_gemma and "embed_tokens" in name:
+                parameter.mul_(0.25)  # scaled up and tied, it would make each token predict itself
+    return model.eval()
 
 
 def save_llama(folder: Path, model: Any | None = None, **save_options: Any) -> Path:
@@ -65,7 +101,7 @@ def save_llama_gguf(
     skip: Sequence[str] = (),
     split_max_tensors: int = 0,
 ) -> Path:
-    """Write a transformers Llama as GGUF, as llama.cpp's converter does.
+    """Write a transformers model as GGUF, as llama.cpp's converter does.
 
     Args:
         tensor_type: of all matrices; vectors are F32.
@@ -75,21 +111,31 @@ def save_llama_gguf(
         split_max_tensors: tensors per part; 0 is one file. The parts are named ``file-00001-of-0000N.gguf``.
     """
     config = model.config
-    writer = gguf.GGUFWriter(file, "llama", split_max_tensors=split_max_tensors)
+    name = config.model_type.removesuffix("_text")
+    name = "llama" if name == "mistral" else name
+    is_gemma = name == "gemma3"
+    writer = gguf.GGUFWriter(file, name, split_max_tensors=split_max_tensors)
+    rope = config.rope_parameters["full_attention"] if is_gemma else config.rope_parameters
     values: dict[str, Any] = {
-        "llama.block_count": config.num_hidden_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "llama.rope.dimension_count": config.head_dim,
+        f"{name}.block_count": config.num_hidden_layers,
+        f"{name}.context_length": config.max_position_embeddings,
+        f"{name}.embedding_length": config.hidden_size,
+        f"{name}.feed_forward_length": config.intermediate_size,
+        f"{name}.attention.head_count": config.num_attention_heads,
+        f"{name}.attention.head_count_kv": config.num_key_value_heads,
+        f"{name}.attention.key_length": model.model.layers[0].self_attn.head_dim,
+        f"{name}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{name}.rope.freq_base": float(rope["rope_theta"]),
+        f"{name}.rope.dimension_count": model.model.layers[0].self_attn.head_dim,
         "tokenizer.ggml.tokens": [f"t{index}" for index in range(config.vocab_size)],
-        **(metadata or {}),
     }
+    if name == "llama" and getattr(config, "sliding_window", None):
+        values[f"{name}.attention.sliding_window"] = config.sliding_window
+    if is_gemma:
+        values[f"{name}.attention.sliding_window"] = config.sliding_window
+        is_sliding = [kind == "sliding_attention" for kind in config.layer_types]
+        values[f"{name}.attention.sliding_window_pattern"] = is_sliding
+    values |= metadata or {}
     for key, value in values.items():
         if key == "general.architecture":
             writer.kv_data[0][key].value = value
@@ -102,20 +148,22 @@ def save_llama_gguf(
         else:
             writer.add_uint32(key, value)
     tensors: dict[str, tuple[np.ndarray, str]] = {}
-    for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+    for weight, parameter in model.state_dict().items():
+        if weight == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = parameter.float().numpy()
-        if ".q_proj." in name:
+        if name == "llama" and ".q_proj." in weight:
             array = interleave(array, config.num_attention_heads)
-        elif ".k_proj." in name:
+        elif name == "llama" and ".k_proj." in weight:
             array = interleave(array, config.num_key_value_heads)
+        elif is_gemma and weight.endswith("norm.weight"):
+            array = array + np.float32(1)
         kind = tensor_type if array.ndim > 1 else "F32"
-        tensors[gguf_name(name)] = (quantize(array, gguf.GGMLQuantizationType[kind]), kind)
+        tensors[gguf_name(weight, name)] = (quantize(array, gguf.GGMLQuantizationType[kind]), kind)
     tensors |= extra_tensors or {}
-    for name, (raw, kind) in tensors.items():
-        if name not in skip:
-            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for tensor, (raw, kind) in tensors.items():
+        if tensor not in skip:
+            writer.add_tensor(tensor, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -129,13 +177,16 @@ def interleave(array: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str = "llama") -> str:
     """The GGUF name of a Hugging Face tensor name."""
+    is_gemma = architecture == "gemma3"
     for old, new in (
         ("model.embed_tokens", "token_embd"),
         ("model.norm", "output_norm"),
         ("lm_head", "output"),
         ("model.layers", "blk"),
+        ("self_attn.q_norm", "attn_q_norm"),
+        ("self_attn.k_norm", "attn_k_norm"),
         ("self_attn.o_proj", "attn_output"),
         ("self_attn.q_proj", "attn_q"),
         ("self_attn.k_proj", "attn_k"),
@@ -144,7 +195,9 @@ def gguf_name(name: str) -> str:
         ("mlp.up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
         ("input_layernorm", "attn_norm"),
-        ("post_attention_layernorm", "ffn_norm"),
+        ("post_attention_layernorm", "post_attention_norm" if is_gemma else "ffn_norm"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
     ):
         name = name.replace(old, new)
     return name

@@ -1,4 +1,4 @@
-"""The building blocks of the models: linear layers, fused projections, and the frequencies of RoPE.
+"""The building blocks of the models: linear layers, fused projections, the gated MLP, the frequencies of RoPE.
 
 They hold tensors and no autograd state. A model lists where each weight of the checkpoint goes, so that loading is one
 loop for all models and a fused projection is filled slice by slice::
@@ -9,13 +9,16 @@ loop for all models and a fused projection is filled slice by slice::
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from engine.cpu_runtime import lazy_zeros
-from engine.model_spec import RopeSpec
+from engine.model_spec import Activation, ModelSpec
+from engine.rope_spec import RopeSpec
+from kernels.gelu_mul import gelu_tanh_mul
 from kernels.linear import linear, pack_weight
+from kernels.silu_mul import silu_mul
 
 WeightSlots = dict[str, torch.Tensor]
 """Name in the checkpoint to the memory that takes its values."""
@@ -54,11 +57,43 @@ class Linear:
         return slots
 
 
+_GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+
+
+class GatedMLP:
+    """``down(act(gate(x)) * up(x))``."""
+
+    __slots__ = ("_gate", "down", "gate_up")
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self._gate = _GATES[spec.activation]
+        self.gate_up = Linear(hidden, (inner, inner), bias=spec.mlp_bias, dtype=dtype, device=device)
+        self.down = Linear(inner, (hidden,), bias=spec.mlp_bias, dtype=dtype, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (num_tokens, hidden_size). Returns the same shape."""
+        return self.down(self._gate(self.gate_up(x)))
+
+    def pack(self) -> None:
+        """Lay the filled weights out for the processor."""
+        self.gate_up.pack()
+        self.down.pack()
+
+    def slots(self, prefix: str) -> WeightSlots:
+        """Where the weights go."""
+        return {
+            **self.gate_up.slots(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
+            **self.down.slots(f"{prefix}.down_proj"),
+        }
+
+
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     """Radians per position of each pair of elements: (head_dim / 2,), fp32.
 
     ``llama3`` keeps the fast frequencies, divides the slow ones by ``factor``, and blends in between, judged by how
-    often a frequency turns within the positions of the pre-training.
+    often a frequency turns within the positions of the pre-training; ``yarn`` likewise, along the index of the
+    frequency instead of its turns. Within its window, ``dynamic`` is no scaling.
     """
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.frequency_divisors is not None:
@@ -70,4 +105,21 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
         kept = (num_turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         kept = kept.clamp(0.0, 1.0)
         return inv_freq * (kept + (1.0 - kept) / rope.factor)
+    if rope.type == "yarn":
+        low, high = _yarn_range(rope, head_dim)
+        divided = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+        return inv_freq / rope.factor * divided + inv_freq * (1.0 - divided)
     return inv_freq
+
+
+def _yarn_range(rope: RopeSpec, head_dim: int) -> tuple[float, float]:
+    """The frequencies, by index, between which ``yarn`` goes from keeping to dividing."""
+
+    def index_of(num_turns: float) -> float:
+        return head_dim * math.log(rope.original_max_position / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high if high != low else high + 0.001

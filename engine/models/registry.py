@@ -14,7 +14,13 @@ from engine.weights import Checkpoint
 from kernels.attention import AttentionBackend, AttentionMetadata
 
 # Architecture (``ModelSpec.architecture``) to module and class, imported when it is asked for.
-_MODELS = {"llama": ("engine.models.llama", "LlamaForCausalLM")}
+_LLAMA = ("engine.models.llama", "LlamaForCausalLM")
+_MODELS = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma3": ("engine.models.gemma3", "Gemma3ForCausalLM"),
+}
 
 # Tensors of old checkpoints that follow from the configuration.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import struct
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories_model import make_llama, save_llama, save_llama_gguf
+from factories_model import make_llama, make_model, save_llama, save_llama_gguf
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import quantize
 
 from engine.errors import ModelError
-from engine.model_spec import ModelSpec, RopeSpec
+from engine.model_spec import ModelSpec
 from engine.models.registry import load_model
+from engine.rope_spec import RopeSpec
 from engine.weights import Checkpoint, open_checkpoint, weights_digest
 from kernels.attention import get_attention_backend
 
@@ -85,6 +86,23 @@ def test_biases_are_recognised_in_both_kinds(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeSpec(theta=1e4, type="linear", factor=2.0)),
         ({"rope_parameters": {"rope_theta": 7e4, "rope_type": "default"}}, RopeSpec(theta=7e4)),
         (
+            {"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            RopeSpec(theta=1e4, type="dynamic", factor=2.0),
+        ),
+        (
+            {
+                "rope_theta": 1e6,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            RopeSpec(
+                theta=1e6,
+                type="yarn",
+                factor=4.0,
+                original_max_position=32768,
+                attention_factor=1 + 0.1 * math.log(4),
+            ),
+        ),
+        (
             {
                 "rope_theta": 5e5,
                 "rope_scaling": {
@@ -98,7 +116,7 @@ def test_biases_are_recognised_in_both_kinds(tmp_path: Path) -> None:
             RopeSpec(theta=5e5, type="llama3", factor=8.0, original_max_position=8192),
         ),
     ],
-    ids=["theta", "no scaling", "linear, old names", "new names", "llama3"],
+    ids=["theta", "no scaling", "linear, old names", "new names", "dynamic", "yarn", "llama3"],
 )
 def test_rope_settings_of_old_and_new_files_are_read(tmp_path: Path, written: Any, expected: RopeSpec) -> None:
     save_llama(tmp_path)
@@ -106,6 +124,13 @@ def test_rope_settings_of_old_and_new_files_are_read(tmp_path: Path, written: An
     del config["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps({**config, **written}))
     assert open_checkpoint(tmp_path).spec.rope == expected
+
+
+def test_yarn_stretches_the_window_of_the_pre_training(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    _edit_config(tmp_path, rope_parameters=scaling)
+    assert open_checkpoint(tmp_path).spec.max_position == 2048
 
 
 def test_rope_key_differs_where_angles_differ() -> None:
@@ -120,10 +145,55 @@ def test_rope_key_differs_where_angles_differ() -> None:
     assert RopeSpec(theta=1e4).key == RopeSpec(theta=1e4).key
 
 
-def test_sliding_window_limits_the_positions(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"sliding_window": None}, ()),
+        ({}, (4096, 4096)),
+        ({"sliding_window": 64}, (64, 64)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 64}, ()),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64}, ()),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 64),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (4096, None),
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6}, (4096,) * 5 + (None,)),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}, (4096, None)),
+    ],
+)
+def test_windows_of_the_layers_are_those_of_transformers(
+    tmp_path: Path, written: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
+    save_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["MistralForCausalLM"], **written}))
+    assert open_checkpoint(tmp_path).spec.sliding_windows == expected
+
+
+def test_window_of_a_gguf_file_whose_layers_are_unknown_limits_the_positions(tmp_path: Path) -> None:
+    model = make_model("qwen2")
+    file = save_llama_gguf(tmp_path / "m.gguf", model, metadata={"qwen2.attention.sliding_window": 100})
+    assert open_checkpoint(file).spec.max_position == 100
+
+
+def test_sliding_window_leaves_all_positions(tmp_path: Path) -> None:
     save_llama(tmp_path)
     _edit_config(tmp_path, architectures=["MistralForCausalLM"], sliding_window=100)
-    assert open_checkpoint(tmp_path).spec.max_position == 100
+    spec = open_checkpoint(tmp_path).spec
+    assert (spec.max_position, spec.sliding_windows) == (512, (100, 100))
 
 
 # --- tensors
@@ -159,13 +229,21 @@ def test_gguf_parts_give_all_tensors_whichever_part_is_named(tmp_path: Path) -> 
         assert _tensors(checkpoint).keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_gguf_type_is_dequantized(tmp_path: Path, kind: str) -> None:
     model = make_llama()
     file = save_llama_gguf(tmp_path / "m.gguf", model, tensor_type=kind)
     tensors = _tensors(open_checkpoint(file))
     # largest error relative to the largest weight of a block: half a step of the type
-    tolerance = {"F16": 2**-11, "BF16": 2**-8, "Q8_0": 1 / 200, "Q4_0": 1 / 8, "Q4_1": 1 / 14}[kind]
+    tolerance = {
+        "F16": 2**-11,
+        "BF16": 2**-8,
+        "Q8_0": 1 / 200,
+        "Q4_0": 1 / 8,
+        "Q4_1": 1 / 14,
+        "Q5_0": 1 / 16,
+        "Q5_1": 1 / 30,
+    }[kind]
     for name, expected in model.state_dict().items():
         error = (tensors[name] - expected).abs().max()
         assert error <= tolerance * expected.abs().max() * 1.05, name
@@ -358,12 +436,32 @@ def test_folder_with_two_gguf_models_asks_for_one(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, r"config.json: architectures .*GPT2LMHeadModel"),
         ({"hidden_act": "gelu"}, r"hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config 'awq' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type 'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"has no factor"),
         ({"hidden_size": None}, r"config.json has no hidden_size"),
         ({"num_hidden_layers": "two"}, r"num_hidden_layers must be a number, got 'two'"),
         ({"num_key_value_heads": 3}, r"4 query heads cannot share 3 KV heads"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"},
+            r"hidden_act 'gelu' is not supported; only gelu_pytorch_tanh",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            r"use_bidirectional_attention True is not supported",
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "chunked_attention"],
+            },
+            r"layer_types 'chunked_attention' is not supported",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+            r"layer_types \['full_attention'\] is not supported; there are 2 layers",
+        ),
     ],
 )
 def test_unsupported_setting_of_a_folder_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -378,7 +476,7 @@ def test_unsupported_setting_of_a_folder_is_named(tmp_path: Path, change: dict[s
     [
         ({"general.architecture": "mamba"}, r"m.gguf: general.architecture 'mamba' is not supported"),
         ({"llama.expert_count": 8}, r"llama.expert_count 8 is not supported"),
-        ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type 'yarn' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, r"llama.rope.scaling.type 'longrope' is not supported"),
         ({"llama.rope.dimension_count": 32}, r"llama.rope.dimension_count 32 is not supported"),
     ],
 )
@@ -442,9 +540,9 @@ def test_gguf_array_with_an_absurd_length_is_refused(tmp_path: Path) -> None:
 
 
 def test_unsupported_gguf_type_names_file_and_tensor(tmp_path: Path) -> None:
-    raw = quantize(np.zeros((256, 512), dtype=np.float32), GGMLQuantizationType.Q5_0)
-    file = save_llama_gguf(tmp_path / "m.gguf", make_llama(), extra_tensors={"blk.0.ffn_down.weight": (raw, "Q5_0")})
-    with pytest.raises(ModelError, match=r"m.gguf: tensor blk.0.ffn_down.weight is Q5_0; there are F32, F16"):
+    raw = np.zeros((256, 512 // 256 * 84), dtype=np.uint8)
+    file = save_llama_gguf(tmp_path / "m.gguf", make_llama(), extra_tensors={"blk.0.ffn_down.weight": (raw, "Q2_K")})
+    with pytest.raises(ModelError, match=r"m.gguf: tensor blk.0.ffn_down.weight is Q2_K; there are F32, F16"):
         list(open_checkpoint(file).tensors())
 
 

@@ -1,0 +1,97 @@
+"""The attention of one decoder layer over the paged cache: project, normalise heads, turn, store, attend, project."""
+
+import torch
+
+from engine.model_spec import ModelSpec
+from engine.models.layers import Linear, WeightSlots
+from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.rms_norm import rms_norm
+from kernels.rotary import RotaryTables, rotary
+from kernels.store_kv import store_kv
+
+
+class SelfAttention:
+    """Attention of the layer ``index``; everything that families do differently comes from the spec."""
+
+    __slots__ = (
+        "_backend",
+        "_eps",
+        "_num_heads",
+        "_num_kv_heads",
+        "_qk_size",
+        "_scale",
+        "_softcap",
+        "_window",
+        "is_local",
+        "k_norm",
+        "o",
+        "q_norm",
+        "qkv",
+    )
+
+    def __init__(
+        self, spec: ModelSpec, index: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._backend = backend
+        self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._qk_size = q_size + kv_size
+        self._eps = spec.rms_norm_eps
+        self._window = spec.window_of(index)
+        self._softcap = spec.attention_softcap
+        self.is_local = self._window is not None and spec.local_rope is not None
+        """The layer turns by ``spec.local_rope``."""
+        rope = spec.local_rope if self.is_local and spec.local_rope is not None else spec.rope
+        scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        # Turned queries and keys are both multiplied by the factor, so their products are by its square.
+        self._scale = scale * rope.attention_factor**2
+        self.qkv = Linear(spec.hidden_size, (q_size, kv_size, kv_size), bias=spec.qkv_bias, dtype=dtype, device=device)
+        self.o = Linear(q_size, (spec.hidden_size,), bias=spec.o_bias, dtype=dtype, device=device)
+        has_norm = spec.has_qk_norm
+        self.q_norm = torch.empty(spec.head_dim, dtype=dtype, device=device) if has_norm else None
+        self.k_norm = torch.empty(spec.head_dim, dtype=dtype, device=device) if has_norm else None
+
+    def slots(self, prefix: str) -> WeightSlots:
+        """Where the weights go."""
+        slots = {
+            **self.qkv.slots(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"),
+            **self.o.slots(f"{prefix}.o_proj"),
+        }
+        if self.q_norm is not None and self.k_norm is not None:
+            slots |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
+        return slots
+
+    def pack(self) -> None:
+        """Lay the filled weights out for the processor."""
+        self.qkv.pack()
+        self.o.pack()
+
+    def attend(
+        self, x: torch.Tensor, tables: RotaryTables, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Store keys and values of the tokens and attend; what comes out still has to go through ``o``.
+
+        Args:
+            x: (num_tokens, hidden_size), normalised.
+            tables: cosines and sines of the tokens' positions, of the kind that ``is_local`` says.
+            kv_cache: of this layer, see ``KVCache.layers``.
+            metadata: of this step.
+
+        Returns:
+            (num_tokens, num_heads * head_dim).
+        """
+        num_tokens = x.shape[0]
+        qkv = self.qkv(x)
+        qk = qkv[:, : self._qk_size].view(num_tokens, self._num_heads + self._num_kv_heads, -1)
+        v = qkv[:, self._qk_size :].view(num_tokens, self._num_kv_heads, -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rotary(rms_norm(qk[:, : self._num_heads], self.q_norm, self._eps), tables)
+            k = rotary(rms_norm(qk[:, self._num_heads :], self.k_norm, self._eps), tables)
+        else:
+            qk = rotary(qk, tables)
+            q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        store_kv(k, v, kv_cache, metadata.slot_mapping)
+        attended = self._backend.attend(
+            q, k, v, kv_cache, metadata, self._scale, window=self._window, softcap=self._softcap
+        )
+        return attended.flatten(1)

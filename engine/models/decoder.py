@@ -1,0 +1,139 @@
+"""What all decoder-only models share: embedding, layers one after the other, last norm, output projection.
+
+The tokens of a step lie flattened, (num_tokens, hidden_size); which sequence a row belongs to, only attention knows.
+After the attention of the last layer, rows whose logits nobody asked for are dropped: a prompt needs one of them.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.cpu_runtime import lazy_zeros
+from engine.kv_cache import KVCache
+from engine.model_spec import ModelSpec
+from engine.models.layers import Linear, WeightSlots, rope_frequencies
+from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.rms_norm import rms_norm
+from kernels.rotary import RotaryTables, rotary_tables
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family."""
+
+    @property
+    def is_local(self) -> bool:
+        """The layer turns by ``spec.local_rope``."""
+        ...
+
+    def slots(self, prefix: str) -> WeightSlots:
+        """Where the weights of this layer go."""
+        ...
+
+    def pack(self) -> None:
+        """Lay the filled weights out for the processor."""
+        ...
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        tables: RotaryTables,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        output_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add this layer's contributions to ``residual``, in place unless rows are dropped.
+
+        Args:
+            residual: (num_tokens, hidden_size).
+            tables: cosines and sines of the tokens' positions.
+            kv_cache: of this layer, see ``KVCache.layers``.
+            metadata: of this step.
+            output_rows: (num_output_rows,), int64: the rows to go on with after attention; ``None`` is all.
+
+        Returns:
+            (num_tokens or num_output_rows, hidden_size).
+        """
+        ...
+
+
+class LayerFactory(Protocol):
+    """Makes the layer ``index`` of a family."""
+
+    def __call__(
+        self, spec: ModelSpec, index: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+    ) -> DecoderLayer: ...
+
+
+class DecoderModel:
+    """See ``engine.models.registry.CausalLM``; a family says what its layers are."""
+
+    make_layer: LayerFactory
+
+    def __init__(
+        self, spec: ModelSpec, attention: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.embedding = lazy_zeros((spec.vocab_size, spec.hidden_size), dtype=dtype, device=device)
+        self.layers = [
+            self.make_layer(spec, index, attention, dtype=dtype, device=device) for index in range(spec.num_layers)
+        ]
+        self.norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.lm_head = Linear(spec.hidden_size, (spec.vocab_size,), bias=False, dtype=dtype, device=device)
+        if spec.tie_word_embeddings:
+            self.lm_head.weight = self.embedding
+        self.inv_freq = rope_frequencies(spec.rope, spec.head_dim).to(device)
+        self.local_inv_freq: torch.Tensor | None = None
+        if spec.local_rope is not None and any(layer.is_local for layer in self.layers):
+            self.local_inv_freq = rope_frequencies(spec.local_rope, spec.head_dim).to(device)
+        self.num_parameters = sum(slot.numel() for slot in self.weight_slots().values())
+
+    def weight_slots(self) -> WeightSlots:
+        """Where each weight of the checkpoint goes."""
+        slots = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not self.spec.tie_word_embeddings:
+            slots |= self.lm_head.slots("lm_head")
+        for index, layer in enumerate(self.layers):
+            slots |= layer.slots(f"model.layers.{index}")
+        return slots
+
+    def finish_loading(self) -> None:
+        """See ``CausalLM.finish_loading``. The embedding table stays plain for looking up rows."""
+        for layer in self.layers:
+            layer.pack()
+        self.lm_head.pack()
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        output_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the tokens of one step and store their keys and values; see ``CausalLM.forward``."""
+        residual = F.embedding(token_ids, self.embedding)
+        if self.spec.embedding_scale != 1.0:
+            # in the dtype of the table, as the model was trained
+            residual *= torch.tensor(self.spec.embedding_scale, dtype=self.dtype)
+        tables = rotary_tables(positions, self.inv_freq, self.dtype)
+        local_tables = tables
+        if self.local_inv_freq is not None:
+            local_tables = rotary_tables(positions, self.local_inv_freq, self.dtype)
+        last = len(self.layers) - 1
+        for index, (layer, layer_cache) in enumerate(zip(self.layers, kv_cache.layers, strict=True)):
+            residual = layer(
+                residual,
+                local_tables if layer.is_local else tables,
+                layer_cache,
+                metadata,
+                output_rows if index == last else None,
+            )
+        return rms_norm(residual, self.norm, self.spec.rms_norm_eps)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (num_rows, hidden_size) from ``forward``. Returns (num_rows, vocab_size), fp32."""
+        logits = self.lm_head(hidden).float()
+        softcap = self.spec.logit_softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
