@@ -8,8 +8,8 @@ Layout, little endian; the key-values are skipped here (``engine.gguf_metadata``
 Big models come as ``name-00001-of-00003.gguf``; every part has its own table, the first one the key-values.
 
 For the Llama architecture llama.cpp rotates neighbouring elements where Hugging Face rotates halves, so its converter
-interleaved the rows of the query and key projections; they are put back here: head rows ``[0, h, 1, h + 1, ...]`` become
-``[0, 1, ..., h, ...]``. Weights of Gemma's norms are stored whole, where Hugging Face stores them less one.
+interleaved the rows of the query and key projections; they are put back here: head rows ``[0, h, 1, h + 1, ...]`` turn
+into ``[0, 1, ..., h, ...]``. Weights of Gemma's norms are stored whole, where Hugging Face stores them less one.
 """
 
 import math

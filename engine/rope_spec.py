@@ -3,7 +3,7 @@
 The scalings stretch a model to positions that it was not trained on:
 
 - ``linear`` divides all frequencies by ``factor``.
-- ``llama3`` keeps the fast frequencies and divides the slow ones, judged by how often one turns within the pre-training.
+- ``llama3`` keeps the fast frequencies and divides the slow ones, by how often each turns within the pre-training.
 - ``yarn`` blends likewise, between two numbers of turns, and makes the attention sharper: rotated queries and keys are
   multiplied by ``attention_factor``.
 - ``dynamic`` changes nothing within the window of the configuration, and that is the window which is served: beyond

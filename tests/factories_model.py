@@ -1,4 +1,4 @@
-"""Builds tiny models of every family on disk (safetensors and GGUF), steps for the model runner, and batches for attention."""
+"""Builds tiny models of every family on disk (safetensors, GGUF), steps for the model runner, attention batches."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
