@@ -62,6 +62,18 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A passage inside one more than ``1 / min_length_share`` times as long stays: it says the same in fewer tokens."""
     max_alignments: int = 4000
     """Pairs aligned for one request; the most similar go first, the rest are kept apart."""
+    stitch: bool = True
+    """Whether overlapping windows of one source become one passage."""
+    min_overlap_chars: int = 60
+    """Characters that two windows must share to be stitched (Latin letters; a CJK character counts as four)."""
+    max_stitched_chars: int = 2400
+    """Most characters of a stitched passage, counted in the same way: relevance is judged passage by passage."""
+    semantic: bool = True
+    """Whether pairs with similar embeddings are verified too. The embeddings are the ones that ranking needs."""
+    min_similarity: float = 0.85
+    """Similarity of two embeddings from which the texts are aligned."""
+    max_neighbours: int = 8
+    """Most similar passages that one passage is aligned with."""
 
     def __post_init__(self) -> None:
         _check_at_least("shingle_size", self.shingle_size, 2)
@@ -70,6 +82,10 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _check_share("min_containment", self.min_containment)
         _check_share("min_length_share", self.min_length_share)
         _check_at_least("max_alignments", self.max_alignments, 1)
+        _check_at_least("min_overlap_chars", self.min_overlap_chars, 8)
+        _check_at_least("max_stitched_chars", self.max_stitched_chars, 1)
+        _check_share("min_similarity", self.min_similarity)
+        _check_at_least("max_neighbours", self.max_neighbours, 1)
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -63,14 +63,14 @@ def deduplicate(
 
 
 def merge_pairs(
-    candidates: Sequence[Candidate], pairs: Pairs, config: DedupConfig, asked: AbstractSet[str] = frozenset()
+    ordered: Sequence[Candidate], pairs: Pairs, config: DedupConfig, asked: AbstractSet[str] = frozenset()
 ) -> StageOutcome[Candidate]:
-    """``deduplicate`` with pairs proposed from elsewhere; each is verified in the same way.
+    """``deduplicate`` for candidates sorted by ``preference``, with pairs proposed from elsewhere, verified as there.
 
-    ``candidates`` must be sorted by ``preference``.
+    A passage that stands for others already stays: those were verified against it and not against its survivor.
     """
-    statements = _Statements(candidates, config.min_length_share, asked)
-    return _merge(candidates, [[] for _ in candidates], statements, pairs)
+    statements = _Statements(ordered, config.min_length_share, asked)
+    return _merge(ordered, [[] for _ in ordered], statements, pairs)
 
 
 def _merge(
@@ -78,9 +78,9 @@ def _merge(
 ) -> StageOutcome[Candidate]:
     container: dict[int, set[int]] = {index: set() for index in range(len(ordered))}
     for first, second in pairs:
-        if statements.contains(first, second):
+        if len(ordered[second].sources) == 1 and statements.contains(first, second):
             container[second].add(first)
-        if statements.contains(second, first):
+        if len(ordered[first].sources) == 1 and statements.contains(second, first):
             container[first].add(second)
     merged = choose_survivors(container)
     kept: list[Candidate] = []

@@ -55,9 +55,11 @@ _SAME_SIGN = {**_DASHES, **_QUOTES, **_POWERS, **_FRACTIONS}
 _TAG = re.compile(r"</?[A-Za-z][A-Za-z0-9]*(?:\s[^<>]{0,500})?/?>|<!--[^<>]{0,500}-->")
 _BLOCK_TAG = re.compile(r"</?(?:p|div|br|li|ul|ol|tr|table|h\d|section|article)\b", re.IGNORECASE)
 _CJK_NUMERAL = "〇零一二三四五六七八九十百千万萬亿億两兩"
+_COUNTED = "年月日号號時时点點分秒元円人名个個件岁歳次回位倍度層层届章条條"
+"""What is counted: before one of these a single numeral is a number, as in 五月."""
 _DENSE = "\u0e00-\u0e7f\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _TOKEN = re.compile(
-    rf"(?P<numeral>[{_CJK_NUMERAL}]{{2,}})"
+    rf"(?P<numeral>[{_CJK_NUMERAL}]{{2,}}|(?<=第)[{_CJK_NUMERAL}]|[{_CJK_NUMERAL}](?=[{_COUNTED}]))"
     rf"|(?P<dense>[{_DENSE}])"
     rf"|(?P<joined>(?:(?![{_DENSE}])[^\W_])+(?:(?:[-_./:@#,'&+*^]|::|->)(?:(?![{_DENSE}])[^\W_])+)+)"
     rf"|(?P<word>(?:(?![{_DENSE}])[^\W_])+(?:\+\+|#)?)"

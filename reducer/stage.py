@@ -125,11 +125,24 @@ class Candidate:
     """Place in the prompt, from 0, where the order calls for labels that follow it."""
     cleaned: SpanText | None = None
     """How the passage's text comes from the received one; ``None`` while it is the received text itself."""
+    windows: tuple["Window", ...] = ()
+    """The passages whose text this one's is stitched of, in reading order; none while it is one passage's own."""
 
     @property
     def label(self) -> str:
         """Citation label, e.g. ``[3]``."""
         return f"[{(self.position if self.place is None else self.place) + 1}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of a passage that stands in a stitched one; the next window begins inside it."""
+
+    candidate: Candidate
+    span: Span
+    """Which characters of the candidate's text: all but white space at its edges."""
+    start: int
+    """Where they begin in the stitched text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ What a stage decides is in its own module, as a pure function.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from reducer.budget import split_allowance
 from reducer.canonical import canonical_json
@@ -21,7 +22,9 @@ from reducer.ordering import make_arrange, prefix_key
 from reducer.rank import rank
 from reducer.run import Run, document_tokens_of
 from reducer.selection import SelectionOutcome, select
+from reducer.semantic import merge_similar
 from reducer.stage import Selected
+from reducer.stitching import settle, stitch
 from reducer.template import CLOSING, OPENING, message_text, render_documents
 
 
@@ -34,9 +37,12 @@ def _run_clean(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str 
 
 
 def _run_dedup(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
-    outcome = deduplicate(run.running, config.dedup, frozenset(words(run.query.text)))
+    asked = frozenset(words(run.query.text))
+    distinct = deduplicate(run.running, config.dedup, asked)
+    stitched = stitch(distinct.kept, config.dedup, run.counter)
+    outcome = merge_similar(stitched, config.dedup, config.rank, encoder, asked)
     run.running = outcome.kept
-    run.filtered.extend(outcome.filtered)
+    run.filtered.extend((*distinct.filtered, *outcome.filtered))
     run.document_tokens = document_tokens_of(run.running)
     return outcome.degraded
 
@@ -72,10 +78,15 @@ def _fit(
     while True:
         run.arrange = _make_arrange(run, config)
         run.fitted = fit_documents(
-            lambda allowance: choose(allowance, num_block_tokens),
+            choose_settled,
             lambda selected: render_messages(
                 run.parts.messages,
                 run.history,
+
+    def choose_settled(allowance: int) -> SelectionOutcome:
+        outcome = choose(allowance, num_block_tokens)
+        return replace(outcome, selected=settle(outcome.selected))
+
                 run.conversation,
                 render_documents(run.arrange(selected)) + run.prepared.moved_text,
             ),
