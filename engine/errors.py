@@ -4,6 +4,7 @@ EngineError
 ├── ModelError           a model cannot be found, checked or read
 ├── PromptTooLongError   prompt (and output) do not fit into the window
 ├── QueueFullError       the waiting queue is full; retry later
+├── GrammarError         an output cannot follow the schema that was asked for
 └── EngineDeadError      the engine process is gone; it is being restarted
 """
 
@@ -32,6 +33,10 @@ class QueueFullError(EngineError):
         super().__init__(f"{num_waiting} sequences are waiting already; retry in {retry_after_s:.0f} s")
         self.num_waiting = num_waiting
         self.retry_after_s = retry_after_s
+
+
+class GrammarError(EngineError, ValueError):
+    """A JSON schema cannot be read, is too large, or asks for what no grammar here can hold an output to."""
 
 
 class EngineDeadError(EngineError):

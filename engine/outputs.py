@@ -63,6 +63,22 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token and how likely the model found it."""
+
+    token_id: int
+    logprob: float
+    text: bytes
+    """What it adds to the text; for tokens that add nothing, such as an end of turn, what it is called."""
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The token chosen at one position of the output, and the most likely ones there, most likely first."""
+
+    chosen: TokenLogprob
+    top: list[TokenLogprob]
+
+
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     """What one step added to one request. The last one carries ``finish_reason``."""
 
@@ -80,6 +96,9 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     error: str | None = None
     timings: RequestTimings | None = None
     """With the first token (decode_ms is 0) and with the last."""
+    logprobs: list[PositionLogprobs] | None = None
+    """Of the tokens whose text this and earlier outputs have brought, as far as not told before; ``None`` where
+    nobody asked for them."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -268,6 +268,7 @@ class Scheduler:
             sampling=sequence.sampling,
             needs_sample=end == sequence.num_tokens,
             num_output_tokens=sequence.num_output_tokens,
+            known_token_ids=sequence.token_ids,
         )
 
     def _finish_if_done(self, sequence: Sequence, now: float) -> None:

@@ -10,8 +10,9 @@ hit, or one decoded token::
       step 3                                                        40   [a]              True   -> token b
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.sampling_params import SamplingParams
 
@@ -32,6 +33,8 @@ class ScheduledSequence:
     """The last of ``token_ids`` is the last known token, so its logits choose a new one."""
     num_output_tokens: int
     """Output tokens so far: the index of the token to be sampled, for seeded sampling."""
+    known_token_ids: Sequence[int] = ()
+    """Prompt and output so far, the scheduler's own list: to be read during the step, not kept."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -59,6 +62,14 @@ class SchedulerOutput:
         return sum(len(sequence.token_ids) for sequence in self.scheduled)
 
 
+class SampledLogprobs(NamedTuple):
+    """How likely the model found the sampled token, and the most likely ones beside it."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    """Token ids and their log probabilities, most likely first."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """What one step produced."""
@@ -67,3 +78,5 @@ class ModelRunnerOutput:
     """``request_id`` to new token id, for exactly the scheduled sequences with ``needs_sample``."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """``request_id`` to error text, for sequences that failed alone; they need no sampled token."""
+    logprobs: Mapping[str, SampledLogprobs] = field(default_factory=dict)
+    """``request_id`` to log probabilities, for sequences that ask for them."""
