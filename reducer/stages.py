@@ -74,6 +74,11 @@ def _fit(
     run: Run, config: ReducerConfig, encoder: Encoder | None, choose: Callable[[int, int], SelectionOutcome]
 ) -> str | None:
     """Fit the prompt into the budget with passages chosen by ``choose(allowance, tokens of the empty block)``."""
+
+    def choose_settled(allowance: int) -> SelectionOutcome:
+        outcome = choose(allowance, num_block_tokens)
+        return replace(outcome, selected=settle(outcome.selected))
+
     num_block_tokens = run.counter.count_text(OPENING) + run.counter.count_text(CLOSING)
     while True:
         run.arrange = _make_arrange(run, config)
@@ -82,11 +87,6 @@ def _fit(
             lambda selected: render_messages(
                 run.parts.messages,
                 run.history,
-
-    def choose_settled(allowance: int) -> SelectionOutcome:
-        outcome = choose(allowance, num_block_tokens)
-        return replace(outcome, selected=settle(outcome.selected))
-
                 run.conversation,
                 render_documents(run.arrange(selected)) + run.prepared.moved_text,
             ),
