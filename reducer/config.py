@@ -112,6 +112,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Share of a best passage's score that goes to the few other passages of its source."""
     num_link_sources: int = 2
     """Best passages whose links are followed."""
+    num_mutual_sources: int = 6
+    """The next best ones, whose links are followed where they go both ways."""
     max_embedded: int = 512
     """Windows embedded for one request, the lexically best ones: ten thousand passages must not cost minutes."""
     context_weight: float = 0.25
@@ -128,22 +130,23 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name in ("named_weight", "link_weight", "sibling_weight"):
             _check_share(name, getattr(self, name))
         _check_at_least("num_link_sources", self.num_link_sources, 0)
+        _check_at_least("num_mutual_sources", self.num_mutual_sources, 0)
         _check_share("context_weight", self.context_weight)
 
 
 class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which passages, and how much of them, go into the prompt."""
 
-    relative_threshold: float = 0.65
-    """A passage scored below this share of the second best one is noise and is dropped even when budget is free. Counts
-    in full when all passages would fit, and less the more the budget cuts by itself."""
-    linked_threshold: float = 0.2
+    relative_threshold: float = 0.75
+    """A passage scored below this share of the second best one is noise and is dropped even when budget is free."""
+    linked_threshold: float = 0.6
     """The same where one of the best passages names another one: the question may need a chain of passages."""
-    max_free_share: float = 0.35
-    """Share of the passages' tokens that is used when all would fit; beyond it only passages nearly as good as the
-    second best one stay. Counts less, too, the more the budget cuts by itself."""
-    min_passages: int = 3
-    """Passages that the threshold never drops, best first."""
+    min_passages: int = 6
+    """As many passages, best first, stay at a lower score,"""
+    min_passages_threshold: float = 0.3
+    """which is this share of the second best one."""
+    fill_threshold: float = 0.1
+    """The share where the request states its budget: it is meant to be spent, so only clear noise goes."""
     top_k: int | None = None
     """Most passages in the prompt; ``None`` leaves it to threshold and budget."""
     min_trimmed_tokens: int = 16
@@ -152,8 +155,9 @@ class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         _check_share("relative_threshold", self.relative_threshold)
         _check_share("linked_threshold", self.linked_threshold)
-        _check_share("max_free_share", self.max_free_share)
         _check_at_least("min_passages", self.min_passages, 0)
+        _check_share("min_passages_threshold", self.min_passages_threshold)
+        _check_share("fill_threshold", self.fill_threshold)
         _check_at_least("min_trimmed_tokens", self.min_trimmed_tokens, 1)
         if self.top_k is not None:
             _check_at_least("top_k", self.top_k, 1)

@@ -3,7 +3,7 @@
 "Where was the director of Jaws born?" finds the passage *Jaws (film)*; that names *Steven Spielberg*, whose own passage
 shares no word with the question. So a passage whose subject is named in one of the best passages gains a share of that
 passage's score; one that names a best passage's subject gains half of it; and so do the few neighbours of a best
-passage from the same source.
+passage from the same source. Passages that are only good, not best, link to those which name them in turn.
 
 The subject of a passage is its title, or its first line, or the name that it begins with. It is a name only if it
 tells passages apart: "Results" stands above passages of many sources, "England" occurs in all: neither links.
@@ -29,6 +29,8 @@ MAX_TEXT_CHARS = 20_000
 """Of a longer passage only the beginning is searched for names."""
 BACKWARD_SHARE = 0.5
 """What naming a best passage's subject counts, beside being named by it."""
+MUTUAL_SHARE = 0.8
+"""What a link counts that goes both ways, from a passage that is only good."""
 
 _QUALIFIER = re.compile(r"\s*[(（][^()（）]*[)）]\s*$")
 _LEADING_NAME = re.compile(
@@ -70,7 +72,8 @@ class Gains(NamedTuple):
 
 
 def link_gains(candidates: Sequence[Candidate], names: Names, scores: FloatArray, config: RankConfig) -> Gains:
-    """Follow names and sources from the ``num_link_sources`` best passages to all others."""
+    """Follow names and sources from the ``num_link_sources`` best passages to all others, and names that go both ways
+    from the ``num_mutual_sources`` next best ones."""
     gains = np.zeros_like(scores)
     is_linked = [False] * len(candidates)
     num_passages = len(candidates)
@@ -85,19 +88,30 @@ def link_gains(candidates: Sequence[Candidate], names: Names, scores: FloatArray
             num_mentions[name] = others - names.subjects.count(name)
         return num_mentions[name] <= max_mentions
 
-    for best in np.argsort(-scores, kind="stable")[: config.num_link_sources].tolist():
+    num_sources = config.num_link_sources + config.num_mutual_sources
+    for place, best in enumerate(np.argsort(-scores, kind="stable")[:num_sources].tolist()):
         own, source = names.subjects[best], candidates[best].passage.source
+        is_best = place < config.num_link_sources
         for other in range(num_passages):
             if other == best:
                 continue
             name = names.subjects[other]
             weight = 0.0
-            if name and name != own and mentions(names.texts[best], name) and is_rare(name):
+            is_named = name and name != own and mentions(names.texts[best], name) and is_rare(name)
+            names_best = own and name != own and mentions(names.texts[other], own) and is_rare(own)
+            if is_named and names_best and not is_best:
+                weight = MUTUAL_SHARE * config.link_weight
+            elif is_named and is_best:
                 weight = config.link_weight
-            elif own and name != own and mentions(names.texts[other], own) and is_rare(own):
+            elif names_best and is_best:
                 weight = BACKWARD_SHARE * config.link_weight
             is_linked[other] = is_linked[other] or weight > 0
-            if source and source == candidates[other].passage.source and num_by_source[source] <= max_siblings:
+            if (
+                is_best
+                and source
+                and source == candidates[other].passage.source
+                and num_by_source[source] <= max_siblings
+            ):
                 weight = max(weight, config.sibling_weight)
             gains[other] = max(gains[other], np.float32(weight) * scores[best])
     return Gains(gains, is_linked)

@@ -23,6 +23,8 @@ SHORT_QUESTION_WORDS = 6
 """A question with fewer index words than this leans on the turn before it."""
 FOREIGN_SHARE = 0.5
 """What is left of the encoder's weight for a question in a language it was not trained for."""
+NO_SIMILARITY = 0.25
+"""Share of the best similarity that says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +143,17 @@ def scale(scores: FloatArray) -> FloatArray:
 
 
 def scale_similarity(scores: FloatArray) -> FloatArray:
-    """Similarities on [0, 1]: 0 is the worst one, but never above half of the best.
+    """Similarities on [0, 1]: 1 is the best one, 0 a quarter of it or less.
 
-    So the least of a few passages that are all relevant is not taken for noise.
+    Not the worst one: the least of a few passages that are all relevant is no noise, and what a passage scores must
+    not hang on the noise beside it.
     """
     high = float(scores.max())
-    low = min(float(scores.min()), 0.5 * high)
-    return (scores - np.float32(low)) / np.float32(high - low) if high - low > 1e-9 else np.ones_like(scores)
+    if high <= 1e-6:
+        return scale(scores)
+    low = NO_SIMILARITY * high
+    scaled: FloatArray = np.maximum((scores - np.float32(low)) / np.float32(high - low), np.float32(0.0))
+    return scaled
 
 
 def scale_lexical(scores: FloatArray) -> FloatArray:

@@ -5,7 +5,7 @@ by gain per token, whole where they fit; one that does not fit whole any more is
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reducer.config import SelectionConfig
@@ -16,8 +16,17 @@ LENGTH_DAMPING = 0.4
 """Exponent of a passage's length in its gain per token; 0 would ignore length, 1 would take short ones only."""
 MIN_COSTED_TOKENS = 30
 """A shorter passage gains nothing more by being short."""
-STRONG_SHARE = 0.85
-"""Share of the second best score from which a passage is strong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortlist:
+    """The passages worth their tokens."""
+
+    candidates: tuple[Candidate, ...]
+    """In the order in which they enter the prompt: the best one, then by gain per token."""
+    filtered: tuple[Filtered, ...]
+    threshold: float
+    """Score from which a passage is relevant; one below it is on the list because few are better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +41,24 @@ class SelectionOutcome:
 
 
 def select(
-    ranked: Sequence[Candidate], allowance: int, num_block_tokens: int, config: SelectionConfig, extractor: Extractor
+    shortlist: Shortlist, allowance: int, num_block_tokens: int, extractor: Extractor, min_trimmed_tokens: int
 ) -> SelectionOutcome:
-    """Choose among candidates sorted best first; ``num_block_tokens`` is what the empty documents block costs."""
+    """Fit a shortlist into ``allowance`` tokens; ``num_block_tokens`` is what the empty documents block costs."""
     left = allowance - num_block_tokens
-    relevant, filtered = drop_noise(ranked, noise_limits(ranked, left, config), config)
     selected: list[Selected] = []
+    filtered: list[Filtered] = []
     is_bound = False
-    for candidate in relevant:
+    for candidate in shortlist.candidates:
         overhead = candidate.num_label_tokens + 1  # label, title, line break
         if candidate.num_tokens + overhead <= left:
-            spans = whole_spans(candidate.passage.text)
-            selected.append(Selected(candidate, spans, candidate.num_tokens, "relevant"))
+            is_relevant = (candidate.score or 0.0) >= shortlist.threshold
+            reason = "relevant" if is_relevant else "among the best passages"
+            selected.append(Selected(candidate, whole_spans(candidate.passage.text), candidate.num_tokens, reason))
             left -= candidate.num_tokens + overhead
             continue
         is_bound = True
         extract = None
-        if left - overhead >= config.min_trimmed_tokens:
+        if left - overhead >= min_trimmed_tokens:
             extract = extractor.extract(candidate, left - overhead)
         if extract is None:
             filtered.append(Filtered(candidate, "dropped", "budget"))
@@ -56,6 +66,33 @@ def select(
         selected.append(Selected(candidate, extract.spans, extract.num_tokens, "cut to its best sentences by budget"))
         left -= extract.num_tokens + overhead
     return SelectionOutcome(tuple(selected), tuple(filtered), is_bound, extractor.degraded)
+
+
+def shortlist(
+    ranked: Sequence[Candidate],
+    config: SelectionConfig,
+    rerank: Callable[[Sequence[Candidate]], Sequence[Candidate]],
+    *,
+    fills_budget: bool,
+) -> Shortlist:
+    """Drop noise from candidates sorted best first, until what is left has no noise by its own measure.
+
+    Without the noise the scores of the others shift a little, and one of them may turn out to be noise beside the rest.
+    So ``rerank`` scores what is left again, and the outcome of a reduction stays as it is when it is reduced again.
+    ``fills_budget`` is for a budget that somebody stated, to be spent: then only clear noise goes.
+    """
+    filtered = [Filtered(candidate, "dropped", "empty") for candidate in ranked if not candidate.passage.text.strip()]
+    left = [candidate for candidate in ranked if candidate.passage.text.strip()]
+    top_k = len(left) if config.top_k is None else config.top_k
+    filtered.extend(Filtered(candidate, "dropped", f"beyond top_k {top_k}") for candidate in left[top_k:])
+    left = left[:top_k]
+    while True:
+        threshold = noise_threshold(left, config, fills_budget=fills_budget)
+        relevant, noise = drop_noise(left, threshold, config)
+        filtered.extend(noise)
+        if not noise or fills_budget:
+            return Shortlist(tuple(relevant), tuple(filtered), threshold)
+        left = list(rerank(relevant))
 
 
 def by_gain_per_token(ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -68,63 +105,32 @@ def by_gain_per_token(ranked: Sequence[Candidate]) -> list[Candidate]:
     return [*ranked[:1], *sorted(ranked[1:], key=lambda candidate: (-gain(candidate), candidate.position))]
 
 
-@dataclass(frozen=True, slots=True)
-class NoiseLimits:
-    """What counts as noise in this request."""
+def noise_threshold(ranked: Sequence[Candidate], config: SelectionConfig, *, fills_budget: bool) -> float:
+    """The score below which a passage is noise, for candidates sorted best first.
 
-    threshold: float
-    """A passage scored lower is noise."""
-    strong: float
-    """A passage scored as high as this is no noise however many there are."""
-    max_tokens: float
-    """Tokens after which a passage must be strong."""
-
-
-def noise_limits(ranked: Sequence[Candidate], allowance: int, config: SelectionConfig) -> NoiseLimits:
-    """Limits from the shape of this request's scores, for candidates sorted best first.
-
-    The second best score is the measure: the best one may stand far above all others. The limits count in full when
-    every passage would fit. A budget that cuts by itself leaves less to them: with half of the passages fitting, a
-    quarter of the threshold is left.
+    The second best score is the measure: the best one may stand far above all others.
     """
-    total = sum(_cost(candidate) for candidate in ranked)
-    if len(ranked) < 2 or total <= 0:
-        return NoiseLimits(0.0, 0.0, float(total))
-    freedom = min(1.0, max(allowance, 0) / total) ** 2
-    is_chain = any(candidate.is_linked for candidate in ranked)
-    relative = config.linked_threshold if is_chain else config.relative_threshold
+    if len(ranked) < 2:
+        return 0.0
     measure = ranked[1].score or 0.0
-    return NoiseLimits(
-        threshold=relative * freedom * measure,
-        strong=STRONG_SHARE * freedom * measure,
-        max_tokens=total * (1.0 - (1.0 - config.max_free_share) * freedom),
-    )
+    if fills_budget:
+        return config.fill_threshold * measure
+    is_chain = any(candidate.is_linked for candidate in ranked)
+    return (config.linked_threshold if is_chain else config.relative_threshold) * measure
 
 
 def drop_noise(
-    ranked: Sequence[Candidate], limits: NoiseLimits, config: SelectionConfig
+    ranked: Sequence[Candidate], threshold: float, config: SelectionConfig
 ) -> tuple[list[Candidate], list[Filtered]]:
     """Split candidates, best first, into those worth their tokens, by gain per token, and the rest with the reasons."""
-    filtered = [Filtered(candidate, "dropped", "empty") for candidate in ranked if not candidate.passage.text.strip()]
-    readable = [candidate for candidate in ranked if candidate.passage.text.strip()]
-    top_k = len(readable) if config.top_k is None else config.top_k
-    filtered.extend(Filtered(candidate, "dropped", f"beyond top_k {top_k}") for candidate in readable[top_k:])
+    lowest = min(threshold, config.min_passages_threshold * (ranked[1].score or 0.0)) if len(ranked) > 1 else 0.0
     relevant: list[Candidate] = []
-    used = 0
-    for candidate in by_gain_per_token(readable[:top_k]):
+    noise: list[Filtered] = []
+    for candidate in by_gain_per_token(ranked):
         score = candidate.score or 0.0
-        needed = limits.threshold
-        if used + _cost(candidate) > limits.max_tokens:
-            needed = max(needed, limits.strong)
-        if len(relevant) >= config.min_passages and score < needed:
-            wanted = "threshold" if needed <= limits.threshold else "what the last tokens are worth,"
-            filtered.append(Filtered(candidate, "dropped", f"score {score:.2f} below {wanted} {needed:.2f}"))
+        needed = lowest if len(relevant) < config.min_passages else threshold
+        if score < needed:
+            noise.append(Filtered(candidate, "dropped", f"score {score:.2f} below threshold {needed:.2f}"))
             continue
         relevant.append(candidate)
-        used += _cost(candidate)
-    return relevant, filtered
-
-
-def _cost(candidate: Candidate) -> int:
-    """Tokens of a passage in the prompt: text, label, title, line break."""
-    return candidate.num_tokens + candidate.num_label_tokens + 1
+    return relevant, noise

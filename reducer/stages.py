@@ -21,7 +21,7 @@ from reducer.lexical import words
 from reducer.ordering import make_arrange, prefix_key
 from reducer.rank import rank
 from reducer.run import Run, document_tokens_of
-from reducer.selection import SelectionOutcome, select
+from reducer.selection import SelectionOutcome, select, shortlist
 from reducer.semantic import merge_similar
 from reducer.stage import Selected
 from reducer.stitching import settle, stitch
@@ -61,11 +61,19 @@ def _run_history(run: Run, config: ReducerConfig, encoder: Encoder | None) -> st
 
 def _run_select(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
     extractor = Extractor(run.query, config.rank, run.counter, encoder)
+    listed = shortlist(
+        run.running,
+        config.selection,
+        lambda left: left if run.deadline.is_expired else rank(left, run.query, config.rank, encoder).kept,
+        fills_budget=run.budget.source == "request",
+    )
+    run.running = listed.candidates
+    run.filtered.extend(listed.filtered)
 
     def choose(allowance: int, num_block_tokens: int) -> SelectionOutcome:
         if run.deadline.is_expired:
             return _choose_in_haste(run, allowance, num_block_tokens, config)
-        return select(run.running, allowance, num_block_tokens, config.selection, extractor)
+        return select(listed, allowance, num_block_tokens, extractor, config.selection.min_trimmed_tokens)
 
     return _fit(run, config, encoder, choose)
 
