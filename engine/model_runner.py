@@ -1,7 +1,8 @@
 """Computes the steps that the scheduler plans: tensors in, forward pass, sampled tokens out."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,11 +10,13 @@ import torch
 from engine.config import DType, EngineConfig
 from engine.cpu_runtime import configure_cpu_runtime
 from engine.errors import ModelError
+from engine.grammar import GrammarCompiler
 from engine.input_batch import InputBatch
 from engine.kv_cache import KVCache, num_kv_blocks
+from engine.logits_processors import LogitsProcessors
 from engine.models.registry import load_model
 from engine.outputs import ModelInfo
-from engine.sampler import Sampler
+from engine.sampler import LogprobRows, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from engine.weights import open_checkpoint, weights_digest
@@ -36,6 +39,8 @@ class ModelRunner:
         *,
         attention_backend: str | None = None,
         device: torch.device | str = "cpu",
+        eos_token_ids: Iterable[int] = (),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Load the weights, reserve the KV cache, and compute a few tokens so that the first request need not wait.
 
@@ -44,6 +49,8 @@ class ModelRunner:
             model_path: folder or file, as ``resolve_model`` returns it.
             attention_backend: a name of ``kernels.attention``; ``None`` takes the fastest.
             device: where weights and cache live.
+            eos_token_ids: of the tokenizer; not chosen before ``min_tokens``.
+            grammars: for outputs that follow a JSON schema.
 
         Raises:
             ModelError: the model cannot be read, is not supported, or does not fit the configuration.
@@ -57,6 +64,7 @@ class ModelRunner:
         self._attention = get_attention_backend(attention_backend, device=self.device, dtype=self.dtype)
         self._model = load_model(checkpoint, self._attention, dtype=self.dtype, device=self.device)
         self._sampler = Sampler(self.device)
+        self._processors = LogitsProcessors(eos_token_ids=eos_token_ids, grammars=grammars, device=self.device)
         self.kv_cache = KVCache(
             self.spec,
             num_blocks=num_kv_blocks(self.spec, config.cache, self.dtype),
@@ -91,6 +99,7 @@ class ModelRunner:
         Returns:
             A token for every sequence that needs one, or under ``failed`` the reason why it has none.
         """
+        self._processors.forget(scheduler_output.finished_request_ids)
         if not scheduler_output.scheduled:
             return ModelRunnerOutput(sampled={})
         batch = InputBatch.from_scheduler_output(
@@ -99,10 +108,12 @@ class ModelRunner:
         logits = self._forward(batch, self.kv_cache)
         if not batch.sampled:
             return ModelRunnerOutput(sampled={})
-        is_finite = torch.isfinite(logits).all(dim=-1).tolist()
-        if not all(is_finite):
-            return self._sample_finite(batch, logits, is_finite)
-        return ModelRunnerOutput(sampled=self._sample(batch.sampled, logits))
+        # A sum is finite only if all its terms are, and costs a hundredth of asking each of them.
+        if not logits.sum(dim=-1).isfinite().all():
+            is_finite = torch.isfinite(logits).all(dim=-1).tolist()
+            if not all(is_finite):
+                return self._sample_finite(batch, logits, is_finite)
+        return self._sample(batch.sampled, logits)
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -139,13 +150,19 @@ class ModelRunner:
         )
         return self._model.compute_logits(hidden)
 
-    def _sample(self, sequences: list[ScheduledSequence], logits: torch.Tensor) -> dict[str, int]:
-        tokens = self._sampler.sample(
-            logits,
-            [sequence.sampling for sequence in sequences],
-            [sequence.num_output_tokens for sequence in sequences],
+    def _sample(self, sequences: list[ScheduledSequence], logits: torch.Tensor) -> ModelRunnerOutput:
+        """Choose a token for each sequence from its row of finite logits, which are changed in place."""
+        sampling = [sequence.sampling for sequence in sequences]
+        logprobs = LogprobRows(logits, sampling)
+        failed = self._processors.apply(logits, sequences)
+        tokens = self._sampler.sample(logits, sampling, [sequence.num_output_tokens for sequence in sequences])
+        rows = [row for row, sequence in enumerate(sequences) if sequence.request_id not in failed]
+        told = logprobs.of(tokens)
+        return ModelRunnerOutput(
+            sampled={sequences[row].request_id: tokens[row] for row in rows},
+            failed=failed,
+            logprobs={sequences[row].request_id: told[row] for row in rows if row in told},
         )
-        return {sequence.request_id: token for sequence, token in zip(sequences, tokens, strict=True)}
 
     def _sample_finite(self, batch: InputBatch, logits: torch.Tensor, is_finite: list[bool]) -> ModelRunnerOutput:
         """Fail the sequences whose logits overflowed and leave no trace of them in blocks that others will use."""
@@ -156,8 +173,10 @@ class ModelRunner:
                 failed[sequence.request_id] = f"the model's logits are not finite in {self.info.dtype}"
                 self.kv_cache.clear_non_finite(sequence.block_ids)
         healthy = [sequence for sequence in batch.sampled if sequence.request_id not in failed]
-        sampled = self._sample(healthy, logits[torch.tensor(is_finite)]) if healthy else {}
-        return ModelRunnerOutput(sampled=sampled, failed=failed)
+        if not healthy:
+            return ModelRunnerOutput(sampled={}, failed=failed)
+        output = self._sample(healthy, logits[torch.tensor(is_finite)])
+        return replace(output, failed={**failed, **output.failed})
 
     def _warm_up(self) -> None:
         """The first call of each matrix product generates code for it."""

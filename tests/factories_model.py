@@ -233,6 +233,7 @@ def make_scheduled(
     sampling: SamplingParams = GREEDY,
     needs_sample: bool = True,
     num_output_tokens: int = 0,
+    known_token_ids: Sequence[int] = (),
 ) -> ScheduledSequence:
     """One sequence of a step."""
     return ScheduledSequence(
@@ -243,6 +244,7 @@ def make_scheduled(
         sampling=sampling,
         needs_sample=needs_sample,
         num_output_tokens=num_output_tokens,
+        known_token_ids=known_token_ids,
     )
 
 
@@ -285,6 +287,7 @@ def generate(
                     sampling=sampling if isinstance(sampling, SamplingParams) else sampling[request_id],
                     needs_sample=computed[request_id] == len(tokens),
                     num_output_tokens=len(outputs[request_id]),
+                    known_token_ids=tokens,
                 )
             )
         result = runner.execute(SchedulerOutput(scheduled=scheduled))
