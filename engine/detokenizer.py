@@ -6,12 +6,17 @@ beginning of a stop string waits until the next character decides. With ``stop=(
     ids for      "Fine."  "\\n"    "Use"   " it"
     returned     "Fine."  ""      ""      "\\nUse it"
 
+With ``min_tokens`` the text of the tokens before cannot be part of a stop string.
+
+Which tokens the returned text covers is counted too, so that what is told about tokens never runs ahead of their text.
 One matching automaton per stop string (Knuth, Morris, Pratt) makes the whole output linear in its length, whatever the
 stop strings are and wherever the tokens cut them.
 """
 
 import codecs
+from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from engine.tokenizer import Tokenizer
 
@@ -24,12 +29,19 @@ class IncrementalDetokenizer:
     The result therefore does not depend on how the text was cut into tokens or steps.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_StopMatcher(text) for text in sorted(set(stop), key=len, reverse=True)]
         self._held = ""
         self._is_at_start = tokenizer.strips_leading_space
+        self._num_exempt_tokens = min_tokens if stop else 0
+        self._num_characters = 0
+        self._num_released = 0
+        self._unsettled: deque[_Span] = deque()
+        self.num_settled_tokens = 0
+        """Tokens, of those taken in, whose text has been returned as far as it ever will be. A token of the stop
+        string is none; one that the stop string begins inside of is."""
         self.stop_reason: str | None = None
         """The stop string that ended the text."""
 
@@ -40,13 +52,26 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Iterable[int]) -> str:
         """Take ids in and return the text that is now certain; empty once ``stopped``."""
-        if self.stopped:
-            return ""
-        data = b"".join(map(self._tokenizer.token_bytes, token_ids))
-        if self._is_at_start and data:
-            data = data.removeprefix(b" ")
-            self._is_at_start = False
-        return self._release(self._decoder.decode(data))
+        certain = ""
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            data = self._tokenizer.token_bytes(token_id)
+            if self._is_at_start and data:
+                data = data.removeprefix(b" ")
+                self._is_at_start = False
+            text = self._decoder.decode(data)
+            start = self._num_characters
+            self._num_characters += len(text)
+            self._unsettled.append(_Span(start, self._num_characters))
+            if self._num_exempt_tokens > 0:
+                self._num_exempt_tokens -= 1
+                certain += text
+                self._num_released += len(text)
+            else:
+                certain += self._release(text)
+        self._settle()
+        return certain
 
     def flush(self) -> str:
         """The rest at the end of the output: a possible stop prefix that stayed one.
@@ -55,7 +80,20 @@ class IncrementalDetokenizer:
         if self.stopped:
             return ""
         text, self._held = self._held, ""
+        self._num_released += len(text)
+        self.num_settled_tokens += len(self._unsettled)
+        self._unsettled.clear()
         return text
+
+    def _settle(self) -> None:
+        """Count the leading tokens whose text is out; of a stopped output also the one that the stop string cut."""
+        while self._unsettled:
+            start, end = self._unsettled[0]
+            is_cut = self.stopped and start < self._num_released
+            if end > self._num_released and not is_cut:
+                break
+            self._unsettled.popleft()
+            self.num_settled_tokens += 1
 
     def _release(self, text: str) -> str:
         pending = self._held + text
@@ -64,11 +102,21 @@ class IncrementalDetokenizer:
             if complete:
                 self.stop_reason = complete[0].text  # longest first
                 self._held = ""
-                return pending[: position - len(complete[0].text)]
+                certain = pending[: position - len(complete[0].text)]
+                self._num_released += len(certain)
+                return certain
         num_held = max((matcher.num_matched for matcher in self._matchers), default=0)
-        certain = len(pending) - num_held
-        self._held = pending[certain:]
-        return pending[:certain]
+        num_certain = len(pending) - num_held
+        self._held = pending[num_certain:]
+        self._num_released += num_certain
+        return pending[:num_certain]
+
+
+class _Span(NamedTuple):
+    """Characters that one token completes, counted from the start of the text."""
+
+    start: int
+    end: int
 
 
 class _StopMatcher:

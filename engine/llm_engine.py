@@ -5,6 +5,7 @@
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -15,7 +16,10 @@ from engine.block_hash import CacheKey
 from engine.config import EngineConfig
 from engine.cost_model import PrefillCostModel, num_attention_pairs
 from engine.detokenizer import IncrementalDetokenizer
+from engine.errors import GrammarError
+from engine.grammar import GrammarCompiler
 from engine.kv_cache_manager import KVCacheManager
+from engine.logprobs import LogprobsQueue
 from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -45,6 +49,7 @@ class LLMEngine:
         runner: Runner,
         tokenizer: Tokenizer,
         cache_key: CacheKey,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Compose an engine from its parts; ``from_config`` builds them.
@@ -55,6 +60,7 @@ class LLMEngine:
             runner: executes steps.
             tokenizer: for output text and end-of-sequence ids.
             cache_key: what all KV blocks of this engine depend on.
+            grammars: those of the runner; without them no output can be asked to follow a JSON schema.
             clock: seconds from a fixed point that never go back.
         """
         self.config = config
@@ -78,6 +84,8 @@ class LLMEngine:
         self._clock = clock
         self._counters = EngineCounters()
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
+        self._logprobs: dict[str, LogprobsQueue] = {}
+        self._grammars = grammars
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "LLMEngine":
@@ -92,7 +100,10 @@ class LLMEngine:
 
         model_path = resolve_model(config.model.model)
         chat = ChatTokenizer.from_path(model_path)
-        runner = ModelRunner(config, model_path)
+        grammars = GrammarCompiler(chat.tokenizer)
+        # Beside the start, not before it: the first request for JSON should not wait, nor any other for it.
+        threading.Thread(target=grammars.warm_up, name="grammar-warm-up", daemon=True).start()
+        runner = ModelRunner(config, model_path, eos_token_ids=chat.tokenizer.eos_token_ids, grammars=grammars)
         cache_key = CacheKey(
             weights_digest=runner.info.weights_digest,
             tokenizer_digest=chat.tokenizer.digest,
@@ -101,7 +112,14 @@ class LLMEngine:
             quantization="none",
             rope=runner.spec.rope.key,
         )
-        return cls(config, info=runner.info, runner=runner, tokenizer=chat.tokenizer, cache_key=cache_key)
+        return cls(
+            config,
+            info=runner.info,
+            runner=runner,
+            tokenizer=chat.tokenizer,
+            cache_key=cache_key,
+            grammars=grammars,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -112,16 +130,25 @@ class LLMEngine:
         """Queue a request; its outputs come from ``step()``.
 
         Raises:
-            ValueError: the prompt is empty or holds an id outside the vocabulary, the request id is in use, or the
-                cache salt is empty.
+            ValueError: the prompt is empty or holds an id outside the vocabulary, the request id is in use, the
+                cache salt is empty, or the JSON schema cannot be followed (GrammarError).
             PromptTooLongError: the prompt leaves no room for an output token.
             QueueFullError: too many sequences wait; it says when to come again.
         """
         for token_id in (min(request.prompt_token_ids, default=0), max(request.prompt_token_ids, default=0)):
             if not 0 <= token_id < self.info.vocab_size:
                 raise ValueError(f"token id {token_id} is outside the vocabulary of {self.info.vocab_size} ids")
+        sampling = request.sampling
+        if sampling.json_schema is not None:
+            if self._grammars is None:
+                raise GrammarError("this engine has no grammars for JSON output")
+            self._grammars.compile(sampling.json_schema)  # kept for the runner
         self.scheduler.add(Sequence.from_request(request, self._clock()))
-        self._detokenizers[request.request_id] = IncrementalDetokenizer(self.tokenizer, request.sampling.stop)
+        self._detokenizers[request.request_id] = IncrementalDetokenizer(
+            self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens
+        )
+        if sampling.top_logprobs is not None:
+            self._logprobs[request.request_id] = LogprobsQueue(self.tokenizer)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Forget a request in whatever state it is and give back what it holds.
@@ -148,6 +175,7 @@ class LLMEngine:
             updates = self.scheduler.fail(scheduler_output, _describe(error), self._clock())
         else:
             updates = self.scheduler.update_from_output(scheduler_output, runner_output, self._clock())
+            self._take_logprobs(updates, runner_output)
         self._counters.num_steps += 1
         return [self._detokenise(update) for update in updates]
 
@@ -195,9 +223,21 @@ class LLMEngine:
                 self.scheduler.stop(sequence, detokenizer.stop_reason, now)
         return self._make_output(sequence, new_token_ids, text)
 
+    def _take_logprobs(self, updates: list[SequenceUpdate], runner_output: ModelRunnerOutput) -> None:
+        for sequence, new_token_ids in updates:
+            sampled = runner_output.logprobs.get(sequence.request_id)
+            queue = self._logprobs.get(sequence.request_id)
+            if sampled is not None and queue is not None and new_token_ids:
+                queue.append(new_token_ids[-1], sampled)
+
     def _make_output(self, sequence: Sequence, new_token_ids: list[int], text: str = "") -> RequestOutput:
+        logprobs = self._logprobs.get(sequence.request_id)
+        told = None
+        if logprobs is not None:
+            told = logprobs.take(self._detokenizers[sequence.request_id].num_settled_tokens)
         if sequence.is_finished:
             del self._detokenizers[sequence.request_id]
+            self._logprobs.pop(sequence.request_id, None)
         has_first_token = bool(new_token_ids) and sequence.num_output_tokens == len(new_token_ids)
         return RequestOutput(
             request_id=sequence.request_id,
@@ -210,6 +250,7 @@ class LLMEngine:
             stop_reason=sequence.stop_reason,
             error=sequence.error,
             timings=request_timings(sequence) if has_first_token or sequence.is_finished else None,
+            logprobs=told,
         )
 
     @staticmethod

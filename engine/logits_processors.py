@@ -138,6 +138,7 @@ class LogitsProcessors:
                 matcher.fill_mask(mask[: -(-self._num_masked(vocab_size) // _MASK_BITS)])
             except GrammarError as error:
                 failed[sequence.request_id] = str(error)
+                mask.fill(-1)  # a row without any token could not be sampled
         is_allowed = np.unpackbits(masks.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         is_allowed[:, self._num_masked(vocab_size) :] = 0
         rows = torch.tensor([row for row, _ in guided], device=self._device)
