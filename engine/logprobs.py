@@ -6,8 +6,8 @@ waits with it, and is never told if the stop string swallows the token.
 
 from collections import deque
 
-from engine.outputs import PositionLogprobs, TokenLogprob
 from engine.scheduler_output import SampledLogprobs
+from engine.token_logprobs import PositionLogprobs, TokenLogprob
 from engine.tokenizer import Tokenizer
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from engine.sampling_params import SamplingParams
+from engine.token_logprobs import PositionLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -61,22 +62,6 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
     num_chunks: int
     """Steps that computed prompt tokens."""
     num_preemptions: int
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token and how likely the model found it."""
-
-    token_id: int
-    logprob: float
-    text: bytes
-    """What it adds to the text; for tokens that add nothing, such as an end of turn, what it is called."""
-
-
-class PositionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """The token chosen at one position of the output, and the most likely ones there, most likely first."""
-
-    chosen: TokenLogprob
-    top: list[TokenLogprob]
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
