@@ -63,11 +63,9 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_alignments: int = 4000
     """Pairs aligned for one request; the most similar go first, the rest are kept apart."""
     stitch: bool = True
-    """Whether overlapping windows of one source become one passage."""
+    """Whether chosen windows of one source that overlap become one passage."""
     min_overlap_chars: int = 60
     """Characters that two windows must share to be stitched (Latin letters; a CJK character counts as four)."""
-    max_stitched_chars: int = 2400
-    """Most characters of a stitched passage, counted in the same way: relevance is judged passage by passage."""
     semantic: bool = True
     """Whether pairs with similar embeddings are verified too. The embeddings are the ones that ranking needs."""
     min_similarity: float = 0.85
@@ -83,7 +81,6 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _check_share("min_length_share", self.min_length_share)
         _check_at_least("max_alignments", self.max_alignments, 1)
         _check_at_least("min_overlap_chars", self.min_overlap_chars, 8)
-        _check_at_least("max_stitched_chars", self.max_stitched_chars, 1)
         _check_share("min_similarity", self.min_similarity)
         _check_at_least("max_neighbours", self.max_neighbours, 1)
 

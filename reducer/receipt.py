@@ -17,10 +17,9 @@ def decide_documents(
     """
     decisions: dict[str, PassageDecision] = {}
     received = {candidate.passage.id: candidate.num_tokens for candidate in candidates}
-    stitched: dict[str, str] = {}
-    for candidate in (*(kept.candidate for kept in selected), *(gone.candidate for gone in filtered)):
-        for window in candidate.windows:
-            stitched[window.candidate.passage.id] = candidate.passage.id
+    stitched = {
+        window.candidate.passage.id: kept.candidate.passage.id for kept in selected for window in kept.candidate.windows
+    }
 
     def note(decision: PassageDecision) -> None:
         assert decision.id not in decisions, f"passage {decision.id!r} was decided twice"
@@ -31,19 +30,18 @@ def decide_documents(
             note(decision)
     for gone in filtered:
         candidate = gone.candidate
-        for own in [window.candidate for window in candidate.windows] or [candidate]:
-            note(
-                PassageDecision(
-                    id=own.passage.id,
-                    action=gone.action,
-                    reason=gone.reason,
-                    score=candidate.score,
-                    tokens_before=received[own.passage.id],
-                    tokens_after=0,
-                    merged_into=None if gone.merged_into is None else stitched.get(gone.merged_into, gone.merged_into),
-                    sources=list(own.sources),
-                )
+        note(
+            PassageDecision(
+                id=candidate.passage.id,
+                action=gone.action,
+                reason=gone.reason,
+                score=candidate.score,
+                tokens_before=received[candidate.passage.id],
+                tokens_after=0,
+                merged_into=None if gone.merged_into is None else stitched.get(gone.merged_into, gone.merged_into),
+                sources=list(candidate.sources),
             )
+        )
     return [decisions[candidate.passage.id] for candidate in candidates]
 
 
@@ -78,7 +76,7 @@ def _decide_windows(kept: Selected, received: Mapping[str, int]) -> list[Passage
             PassageDecision(
                 id=own.passage.id,
                 action=("trimmed" if is_cut else "kept") if is_head else "merged",
-                reason=f"{kept.reason}, stitched of {len(windows)} windows" if is_head else "overlapping window",
+                reason=kept.reason if is_head else "overlapping window",
                 score=head.score,
                 label=head.label if is_head else None,
                 tokens_before=received[own.passage.id],

@@ -24,7 +24,7 @@ from reducer.run import Run, document_tokens_of
 from reducer.selection import SelectionOutcome, select, shortlist
 from reducer.semantic import merge_similar
 from reducer.stage import Selected
-from reducer.stitching import settle, stitch
+from reducer.stitching import stitch
 from reducer.template import CLOSING, OPENING, message_text, render_documents
 
 
@@ -39,8 +39,7 @@ def _run_clean(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str 
 def _run_dedup(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
     asked = frozenset(words(run.query.text))
     distinct = deduplicate(run.running, config.dedup, asked)
-    stitched = stitch(distinct.kept, config.dedup, run.counter)
-    outcome = merge_similar(stitched, config.dedup, config.rank, encoder, asked)
+    outcome = merge_similar(distinct.kept, config.dedup, config.rank, encoder, asked)
     run.running = outcome.kept
     run.filtered.extend((*distinct.filtered, *outcome.filtered))
     run.document_tokens = document_tokens_of(run.running)
@@ -83,15 +82,15 @@ def _fit(
 ) -> str | None:
     """Fit the prompt into the budget with passages chosen by ``choose(allowance, tokens of the empty block)``."""
 
-    def choose_settled(allowance: int) -> SelectionOutcome:
+    def choose_stitched(allowance: int) -> SelectionOutcome:
         outcome = choose(allowance, num_block_tokens)
-        return replace(outcome, selected=settle(outcome.selected))
+        return replace(outcome, selected=stitch(outcome.selected, config.dedup, run.counter))
 
     num_block_tokens = run.counter.count_text(OPENING) + run.counter.count_text(CLOSING)
     while True:
         run.arrange = _make_arrange(run, config)
         run.fitted = fit_documents(
-            choose_settled,
+            choose_stitched,
             lambda selected: render_messages(
                 run.parts.messages,
                 run.history,

@@ -9,6 +9,9 @@ Two windows are joined where the end of one is, character for character, the beg
 Nothing is lost and nothing is written: every character of the stitched text is one of a window, a shared one of both.
 ``Candidate.windows`` leads back to them, so the receipt shows for each window which of its text is in the prompt. The
 stitched passage stands for all its windows and bears the label of the one with the most kept text.
+
+Windows are stitched once they are chosen. Before, each is judged by itself: a long passage made of many would be chosen
+whole for the sake of one sentence. What is saved goes into another round of selection.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,6 +22,7 @@ from reducer.config import DedupConfig
 from reducer.dedup import preference
 from reducer.sentences import text_weight
 from reducer.stage import Candidate, Selected, Span, Window
+from reducer.template import GAP
 from reducer.tokens import TokenCounter
 
 MAX_GROUP_WINDOWS = 400
@@ -37,26 +41,24 @@ class _Link(NamedTuple):
     second_start: int
 
 
-def stitch(candidates: Sequence[Candidate], config: DedupConfig, counter: TokenCounter) -> list[Candidate]:
-    """The passages in request order, overlapping windows of one source as one."""
+def stitch(selected: Sequence[Selected], config: DedupConfig, counter: TokenCounter) -> tuple[Selected, ...]:
+    """The chosen passages in the order given, overlapping windows of one source as one at the place of the first."""
     if not config.enabled or not config.stitch:
-        return list(candidates)
-    groups: dict[tuple[str, str | None], list[Candidate]] = {}
-    kept: list[Candidate] = []
-    for candidate in candidates:
-        source = candidate.passage.source
-        if source:
-            groups.setdefault((source, candidate.passage.title), []).append(candidate)
-        else:
-            kept.append(candidate)
-    for group in groups.values():
-        kept.extend(_stitch_group(group, config, counter))
-    return sorted(kept, key=lambda candidate: candidate.position)
-
-
-def settle(selected: Iterable[Selected]) -> tuple[Selected, ...]:
-    """Each stitched passage under the id and label of the window that most of its kept text comes from."""
-    return tuple(_settle(item) for item in selected)
+        return tuple(selected)
+    groups: dict[tuple[str, str | None], list[int]] = {}
+    for place, item in enumerate(selected):
+        passage = item.candidate.passage
+        if passage.source:
+            groups.setdefault((passage.source, passage.title), []).append(place)
+    stitched: dict[int, Selected | None] = dict(enumerate(selected))
+    for places in groups.values():
+        places.sort(key=lambda place: preference(selected[place].candidate))
+        ordered = [selected[place] for place in places[:MAX_GROUP_WINDOWS]]
+        for chain in _chains(_links([item.candidate.passage.text for item in ordered], config.min_overlap_chars)):
+            members = sorted(places[index] for index in (chain[0].first, *(link.second for link in chain)))
+            stitched.update(dict.fromkeys(members))
+            stitched[members[0]] = _join(ordered, chain, counter)
+    return tuple(item for item in stitched.values() if item is not None)
 
 
 def window_spans(item: Selected) -> list[tuple[Candidate, tuple[Span, ...]]]:
@@ -92,55 +94,30 @@ def covered_chars(spans: Iterable[Span]) -> int:
     return sum(end - start for start, end in spans)
 
 
-def _settle(item: Selected) -> Selected:
-    if not item.candidate.windows:
-        return item
-    sizes = [(-covered_chars(spans), preference(own), own) for own, spans in window_spans(item)]
-    head = min(sizes, key=lambda entry: entry[:2])[2]
-    if head.passage.id == item.candidate.passage.id:
-        return item
-    passage = replace(head.passage, text=item.candidate.passage.text)
-    others = tuple(source for source in item.candidate.sources if source != head.passage.id)
-    moved = replace(item.candidate, passage=passage, position=head.position, sources=(head.passage.id, *others))
-    return replace(item, candidate=moved)
-
-
-def _stitch_group(group: Sequence[Candidate], config: DedupConfig, counter: TokenCounter) -> list[Candidate]:
-    ordered = sorted(group, key=preference)
+def _chains(links: Sequence[_Link]) -> list[list[_Link]]:
+    """Links joined end to end, the largest overlaps first; each window has at most one before and one behind it."""
     followers: dict[int, _Link] = {}
-    preceded: set[int] = set()
-    chain_of = list(range(len(ordered)))
-    weights = [text_weight(candidate.passage.text) for candidate in ordered]
-    for link in sorted(
-        _links(ordered[:MAX_GROUP_WINDOWS], config.min_overlap_chars), key=lambda link: (-link.overlap, link)
-    ):
+    preceded: dict[int, _Link] = {}
+    for link in sorted(links, key=lambda link: (-link.overlap, link)):
         if link.first in followers or link.second in preceded:
             continue
-        first, second = chain_of[link.first], chain_of[link.second]
-        shared = ordered[link.second].passage.text[: link.second_start]
-        weight = weights[first] + weights[second] - text_weight(shared)
-        if first == second or weight > config.max_stitched_chars:
-            continue
-        followers[link.first] = link
-        preceded.add(link.second)
-        weights[first] = weight
-        chain_of = [first if chain == second else chain for chain in chain_of]
-    stitched: list[Candidate] = []
-    for start in range(len(ordered)):
-        if start in preceded:
-            continue
-        links: list[_Link] = []
-        place = start
-        while place in followers:
-            links.append(followers[place])
-            place = followers[place].second
-        stitched.append(_join(ordered, start, links, counter) if links else ordered[start])
-    return stitched
+        start = link.first
+        while start in preceded:
+            start = preceded[start].first
+        if start == link.second:
+            continue  # a text that repeats itself would follow itself
+        followers[link.first] = preceded[link.second] = link
+    chains: list[list[_Link]] = []
+    for start in sorted(followers):
+        if start not in preceded:
+            chains.append([followers[start]])
+            while chains[-1][-1].second in followers:
+                chains[-1].append(followers[chains[-1][-1].second])
+    return chains
 
 
-def _links(ordered: Sequence[Candidate], min_overlap_chars: int) -> list[_Link]:
+def _links(texts: Sequence[str], min_overlap_chars: int) -> list[_Link]:
     """All pairs of windows of which the second begins with the end of the first, and how much they share."""
-    texts = [candidate.passage.text for candidate in ordered]
     ends = [len(text.rstrip()) for text in texts]
     starts: list[int] = []
     joined = ""
@@ -186,25 +163,46 @@ def _probe(text: str, begin: int, min_overlap_chars: int) -> str:
     return text[begin : begin + length]
 
 
-def _join(ordered: Sequence[Candidate], start: int, links: Sequence[_Link], counter: TokenCounter) -> Candidate:
-    """One candidate of the windows along ``links``, under the id of the best one."""
-    text = ordered[start].passage.text
-    windows = [Window(ordered[start], Span(0, links[0].first_end), 0)]
-    for link, following in zip(links, [*links[1:], None], strict=True):
-        own = ordered[link.second].passage.text
+def _join(ordered: Sequence[Selected], chain: Sequence[_Link], counter: TokenCounter) -> Selected:
+    """One passage of the windows along ``chain``; what is kept of any of them is kept of it."""
+    text = ordered[chain[0].first].candidate.passage.text
+    windows = [Window(ordered[chain[0].first].candidate, Span(0, chain[0].first_end), 0)]
+    for link, following in zip(chain, [*chain[1:], None], strict=True):
+        own = ordered[link.second].candidate.passage.text
         stop = len(own) if following is None else following.first_end
         end = windows[-1].start + link.first_end - windows[-1].span.start
         begin = link.second_start - link.overlap
-        windows.append(Window(ordered[link.second], Span(begin, stop), end - link.overlap))
+        windows.append(Window(ordered[link.second].candidate, Span(begin, stop), end - link.overlap))
         text = text[:end] + own[link.second_start : stop]
-    places = [start, *(link.second for link in links)]
-    head = ordered[min(places)]
-    sources = dict.fromkeys((head.passage.id, *(source for place in places for source in ordered[place].sources)))
-    return replace(
-        head,
-        passage=replace(head.passage, text=text),
-        num_tokens=counter.count_text(text),
+    members = [ordered[chain[0].first], *(ordered[link.second] for link in chain)]
+    spans = _unite(
+        Span(max(span.start, window.span.start) + offset, min(span.end, window.span.end) + offset)
+        for window, member in zip(windows, members, strict=True)
+        for offset in [window.start - window.span.start]
+        for span in member.spans
+    )
+    sizes = [covered_chars(member.spans) for member in members]
+    head = min(zip(sizes, members, strict=True), key=lambda pair: (-pair[0], preference(pair[1].candidate)))[1]
+    sources = dict.fromkeys(source for member in (head, *members) for source in member.candidate.sources)
+    candidate = replace(
+        head.candidate,
+        passage=replace(head.candidate.passage, text=text),
+        score=max((member.candidate.score for member in members if member.candidate.score is not None), default=None),
         sources=tuple(sources),
         cleaned=None,
         windows=tuple(windows),
     )
+    kept = [counter.count_text(text[span.start : span.end]) for span in spans]
+    num_tokens = sum(kept) + counter.count_text(GAP) * (len(kept) - 1)
+    return Selected(candidate, spans, num_tokens, f"{head.reason}, stitched of {len(windows)} windows")
+
+
+def _unite(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same characters as spans that neither touch nor overlap, ascending."""
+    united: list[Span] = []
+    for span in sorted(span for span in spans if span.start < span.end):
+        if united and span.start <= united[-1].end:
+            united[-1] = Span(united[-1].start, max(united[-1].end, span.end))
+        else:
+            united.append(span)
+    return tuple(united)

@@ -1,17 +1,19 @@
 """Overlapping windows of one source become one passage, and every character of it leads back to its window."""
 
 import random
+from dataclasses import replace
 
 import pytest
-from factories_reducer import WordCounter, make_parts, make_passages, reduce_parts
+from factories_reducer import WordCounter, make_parts, reduce_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reducer.config import DedupConfig, ReducerConfig, SelectionConfig
 from reducer.prompt import Passage
+from reducer.receipt import decide_documents
 from reducer.run import make_candidate
-from reducer.stage import Candidate, Selected, Span, whole_spans
-from reducer.stitching import own_sizes, settle, stitch, window_spans
+from reducer.stage import Selected, Span, whole_spans
+from reducer.stitching import own_sizes, stitch, window_spans
 
 ARTICLE = (
     "The harbour was opened in 1912 by the city council. Its first crane lifted 40 tons and was built in Leeds. "
@@ -23,8 +25,9 @@ CHINESE = "港口于一九一二年由市议会启用。第一台起重机可吊
 KEEP_ALL = ReducerConfig(min_prompt_tokens=0, selection=SelectionConfig(relative_threshold=0.0, min_passages=100))
 
 
-def candidates(*passages: Passage) -> list[Candidate]:
-    return [make_candidate(position, passage, WordCounter()) for position, passage in enumerate(passages)]
+def choose(*passages: Passage) -> list[Selected]:
+    candidates = [make_candidate(position, passage, WordCounter()) for position, passage in enumerate(passages)]
+    return [Selected(c, whole_spans(c.passage.text), c.num_tokens, "relevant") for c in candidates]
 
 
 def cut(text: str, size: int, stride: int, source: str = "harbour") -> list[Passage]:
@@ -35,28 +38,34 @@ def cut(text: str, size: int, stride: int, source: str = "harbour") -> list[Pass
     ]
 
 
-def stitched(*passages: Passage, max_stitched_chars: int = 2400, min_overlap_chars: int = 60) -> list[Candidate]:
-    config = DedupConfig(max_stitched_chars=max_stitched_chars, min_overlap_chars=min_overlap_chars)
-    return stitch(candidates(*passages), config, WordCounter())
+def stitched(*passages: Passage, min_overlap_chars: int = 60) -> list[Selected]:
+    config = DedupConfig(min_overlap_chars=min_overlap_chars)
+    return list(stitch(choose(*passages), config, WordCounter()))
+
+
+def text_of(item: Selected) -> str:
+    return item.candidate.passage.text
 
 
 def test_two_overlapping_windows_are_one_passage() -> None:
     windows = cut(ARTICLE[:300], 200, 100)
     (joined,) = stitched(*windows[:2])
-    assert joined.passage.text == ARTICLE[:300]
-    assert joined.passage.id == "w000"
-    assert joined.sources == ("w000", "w100")
+    assert text_of(joined) == ARTICLE[:300]
+    assert joined.spans == whole_spans(ARTICLE[:300])
+    assert joined.candidate.passage.id == "w000"
+    assert joined.candidate.sources == ("w000", "w100")
     assert joined.num_tokens == WordCounter().count_text(ARTICLE[:300])
+    assert joined.reason == "relevant, stitched of 2 windows"
 
 
 def test_a_chain_of_windows_gives_the_document_back() -> None:
     (joined,) = stitched(*cut(ARTICLE, 160, 80))
-    assert joined.passage.text == ARTICLE
+    assert text_of(joined) == ARTICLE
 
 
 def test_scripts_without_spaces_are_stitched_by_weight() -> None:
     (joined,) = stitched(*cut(CHINESE, 36, 18))
-    assert joined.passage.text == CHINESE
+    assert text_of(joined) == CHINESE
 
 
 @pytest.mark.parametrize(
@@ -72,29 +81,56 @@ def test_scripts_without_spaces_are_stitched_by_weight() -> None:
 )
 def test_what_is_no_window_of_the_same_text_stays_apart(second: Passage) -> None:
     first = Passage(id="a", text=ARTICLE[:200], source="harbour")
-    assert [c.passage.text for c in stitched(first, second)] == [first.text, second.text]
+    assert [text_of(item) for item in stitched(first, second)] == [first.text, second.text]
 
 
-def test_a_stitched_passage_stays_within_its_limit() -> None:
-    joined = stitched(*cut(ARTICLE, 160, 80), max_stitched_chars=250)
-    assert len(joined) > 1
-    assert all(len(c.passage.text) <= 250 for c in joined)
-    assert {source for c in joined for source in c.sources} == {p.id for p in cut(ARTICLE, 160, 80)}
+def test_what_is_cut_from_both_windows_stays_cut() -> None:
+    first, second = choose(*cut(ARTICLE[:300], 200, 100)[:2])
+    items = [replace(first, spans=(Span(0, 52),), reason="cut"), replace(second, spans=(Span(8, 100), Span(150, 200)))]
+    (joined,) = stitch(items, DedupConfig(), WordCounter())
+    assert joined.spans == (Span(0, 52), Span(108, 200), Span(250, 300))
+    assert joined.candidate.passage.id == "w100"
+    assert joined.candidate.label == "[2]"
+    assert joined.candidate.sources == ("w100", "w000")
+
+
+def test_a_shared_sentence_kept_of_both_windows_is_kept_once() -> None:
+    first, second = choose(*cut(ARTICLE[:300], 200, 100)[:2])
+    items = [replace(first, spans=(Span(108, 180),)), replace(second, spans=(Span(8, 80),))]
+    (joined,) = stitch(items, DedupConfig(), WordCounter())
+    assert joined.spans == (Span(108, 180),)
+
+
+def test_the_best_score_of_the_windows_is_the_score_and_the_first_place_the_place() -> None:
+    first, second = choose(*cut(ARTICLE[:300], 200, 100)[:2])
+    (other,) = choose(Passage(id="z", text="Bread is free."))
+    items = [
+        replace(second, candidate=replace(second.candidate, score=0.9)),
+        other,
+        replace(first, candidate=replace(first.candidate, score=0.4)),
+    ]
+    joined, last = stitch(items, DedupConfig(), WordCounter())
+    assert (joined.candidate.score, last) == (0.9, other)
 
 
 def test_switched_off_leaves_windows_apart() -> None:
-    windows = cut(ARTICLE, 160, 80)
-    config = DedupConfig(stitch=False)
-    assert len(stitch(candidates(*windows), config, WordCounter())) == len(windows)
+    items = choose(*cut(ARTICLE, 160, 80))
+    assert stitch(items, DedupConfig(stitch=False), WordCounter()) == tuple(items)
+
+
+def test_a_text_that_repeats_itself_does_not_follow_itself() -> None:
+    text = "The fee is due in May, and it is due again in autumn, when the year ends. " * 3
+    windows = [Passage(id=name, text=text[start:], source="s") for name, start in (("a", 0), ("b", 30))]
+    assert all(window.text in "".join(map(text_of, stitched(*windows))) for window in windows)
 
 
 def test_order_of_the_request_does_not_change_what_is_stitched() -> None:
     windows = cut(ARTICLE, 160, 80)
-    expected = {(c.passage.id, c.passage.text, c.sources) for c in stitched(*windows)}
+    expected = [(text_of(item), item.spans, item.candidate.sources) for item in stitched(*windows)]
     rng = random.Random(3)
     for _ in range(20):
         rng.shuffle(windows)
-        assert {(c.passage.id, c.passage.text, c.sources) for c in stitched(*windows)} == expected
+        assert [(text_of(item), item.spans, item.candidate.sources) for item in stitched(*windows)] == expected
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,48 +143,41 @@ def test_every_character_leads_back_to_its_window(text: str, size: int, cuts: li
     windows = cut(text, size, max(size // 2, 1))
     texts = {window.id: window.text for window in windows}
     for joined in stitched(*windows, min_overlap_chars=12):
-        whole = joined.passage.text
-        assert all(texts[source].strip() in whole for source in joined.sources)
-        spans = tuple(Span(low, min(low + n, len(whole))) for low, n in sorted(cuts) if low < len(whole))
-        item = Selected(joined, spans, 1, "")
-        if not joined.windows:
+        whole = text_of(joined)
+        assert all(texts[source].strip() in whole for source in joined.candidate.sources)
+        if not joined.candidate.windows:
             continue
-        for (own, found), window in zip(window_spans(item), joined.windows, strict=True):
+        assert sum(own_sizes(joined)) == len(whole)
+        spans = tuple(Span(low, min(low + n, len(whole))) for low, n in sorted(cuts) if low < len(whole))
+        for (own, found), window in zip(
+            window_spans(replace(joined, spans=spans)), joined.candidate.windows, strict=True
+        ):
             for span in found:
                 at = span.start - window.span.start + window.start
                 assert own.passage.text[span.start : span.end] == whole[at : at + span.end - span.start]
-        full = Selected(joined, whole_spans(whole), 1, "")
-        assert sum(own_sizes(full)) == len(whole)
-
-
-def test_label_goes_to_the_window_with_the_most_kept_text() -> None:
-    windows = cut(ARTICLE[:300], 200, 100)
-    (joined,) = stitched(*windows[:2])
-    (item,) = settle([Selected(joined, (Span(210, 300),), 1, "cut")])
-    assert item.candidate.passage.id == "w100"
-    assert item.candidate.label == "[2]"
-    assert item.candidate.sources == ("w100", "w000")
-    assert item.candidate.passage.text == joined.passage.text
 
 
 def test_receipt_shows_for_each_window_what_is_in_the_prompt() -> None:
     windows = cut(ARTICLE, 160, 80)
-    result = reduce_parts(make_parts("How many containers a year?", passages=windows), config=KEEP_ALL)
-    content = str(result.messages[-1]["content"])
-    assert content.count("The coal trade ended in 1968") == 1
+    items = choose(*windows)
+    decisions = decide_documents(
+        [item.candidate for item in items], stitch(items, DedupConfig(), WordCounter()), filtered=[]
+    )
     texts = {window.id: window.text for window in windows}
-    (head,) = [decision for decision in result.documents if decision.label]
+    (head,) = [decision for decision in decisions if decision.label]
     assert sorted(head.sources) == sorted(texts)
-    for decision in result.documents:
+    for decision in decisions:
         assert "".join(texts[decision.id][a:b] for a, b in decision.spans).strip() == texts[decision.id].strip()
         assert decision is head or (decision.action, decision.merged_into) == ("merged", head.id)
-    assert sum(decision.tokens_after for decision in result.documents) == WordCounter().count_text(ARTICLE)
+    assert sum(decision.tokens_after for decision in decisions) == WordCounter().count_text(ARTICLE)
 
 
-def test_a_copy_of_a_window_leads_to_the_passage_that_holds_it() -> None:
+def test_shared_text_is_in_the_prompt_once_and_a_copy_of_a_window_leads_to_it() -> None:
     windows = cut(ARTICLE[:300], 200, 100)[:2]
     copy = Passage(id="x-copy", text=windows[1].text.upper())
-    result = reduce_parts(make_parts("Which crane?", passages=[*windows, copy]), config=KEEP_ALL)
+    question = "Where was the first crane of the harbour built, and when was a second basin dug for coal ships?"
+    result = reduce_parts(make_parts(question, passages=[*windows, copy]), config=KEEP_ALL)
+    assert str(result.messages[-1]["content"]).count("Its first crane lifted 40 tons and was built in Leeds.") == 1
     assert [(d.id, d.action, d.merged_into) for d in result.documents] == [
         ("w000", "kept", None),
         ("w100", "merged", "w000"),
@@ -156,16 +185,7 @@ def test_a_copy_of_a_window_leads_to_the_passage_that_holds_it() -> None:
     ]
 
 
-def test_dropped_windows_are_each_accounted_for() -> None:
-    windows = cut(ARTICLE[:300], 200, 100)[:2]
-    noise = make_passages("The word for the vault is heron.", "The vault opens with a word.", "Heron is the word.")
-    config = ReducerConfig(min_prompt_tokens=0, selection=SelectionConfig(top_k=3))
-    result = reduce_parts(make_parts("Which word opens the vault?", passages=[*windows, *noise]), config=config)
-    assert [d.action for d in result.documents if d.id.startswith("w")] == ["dropped", "dropped"]
-    assert len(result.documents) == 5
-
-
 def test_thousands_of_windows_cost_no_more_than_their_length() -> None:
     text = " ".join(f"Entry {n} of the log says {n * 7919 % 9973}." for n in range(6000))
-    joined = stitched(*cut(text, 120, 60))
-    assert len(joined) < len(cut(text, 120, 60))
+    windows = cut(text, 120, 60)
+    assert len(stitched(*windows)) < len(windows)
