@@ -8,8 +8,13 @@ tokenizer, template and numeric settings and the tenant's salt. Later blocks inh
     block 1  H(h0,   t[16:32], b"")                              = h1
     block 2  H(h1,   t[32:48], b"")                              = h2
 
-Two tenants with the same prompt differ in h0, hence in every block. Text never enters a key: equal text may be
-different tokens, and different text (another template) the same ones.
+Two tenants with the same prompt differ in h0, hence in every block. A prefix that the operator has declared public
+starts with an extra that names no tenant; the first block behind it then carries the tenant's::
+
+    block 0  H(none, t[0:16],  extra of this engine)             = p0      public, the same for all tenants
+    block 1  H(p0,   t[16:32], extra of this engine and tenant)  = h1      private, and so is all that follows
+
+Text never enters a key: equal text may be different tokens, and different text (another template) the same ones.
 """
 
 import hashlib
@@ -47,6 +52,13 @@ class CacheKey:
         """
         if not cache_salt:
             raise ValueError("cache_salt must not be empty: it keeps the prefix caches of tenants apart")
+        return self._pack(cache_salt)
+
+    def public_extra(self) -> bytes:
+        """Extra data of the first block of a public prefix. No salt gives it: it has one field less."""
+        return self._pack()
+
+    def _pack(self, *salts: str) -> bytes:
         fields = (
             self.weights_digest,
             self.tokenizer_digest,
@@ -54,7 +66,7 @@ class CacheKey:
             self.dtype,
             self.quantization,
             self.rope,
-            cache_salt,
+            *salts,
         )
         # Lengths in front of the fields: ("ab", "c") and ("a", "bc") must not be the same bytes.
         parts = [field.encode("utf-8", "surrogatepass") for field in fields]
@@ -81,7 +93,13 @@ def hash_block(parent: BlockHash, token_ids: SequenceOf[int], extra: bytes = b""
 
 
 def extend_hashed_blocks(
-    hashed_blocks: list[HashedBlock], token_ids: SequenceOf[int], block_size: int, first_extra: bytes
+    hashed_blocks: list[HashedBlock],
+    token_ids: SequenceOf[int],
+    block_size: int,
+    private_extra: bytes,
+    *,
+    public_extra: bytes = b"",
+    num_public_blocks: int = 0,
 ) -> None:
     """Append the full blocks of ``token_ids`` that ``hashed_blocks`` does not hold yet; a partial block has no hash.
 
@@ -89,10 +107,24 @@ def extend_hashed_blocks(
         hashed_blocks: the chain so far, of the same tokens; grows in place.
         token_ids: all tokens of the sequence so far.
         block_size: tokens per block.
-        first_extra: extra data of the first block, see ``CacheKey.extra``.
+        private_extra: extra data of the first block that is not public, see ``CacheKey.extra``.
+        public_extra: extra data of the first block where that one is public, see ``CacheKey.public_extra``.
+        num_public_blocks: leading blocks that all tenants share.
     """
     for index in range(len(hashed_blocks), len(token_ids) // block_size):
         parent = hashed_blocks[-1].hash if hashed_blocks else NO_PARENT
-        extra = b"" if hashed_blocks else first_extra
+        extra = b""
+        if index == num_public_blocks:
+            extra = private_extra
+        elif index == 0:
+            extra = public_extra
         block_token_ids = tuple(token_ids[index * block_size : (index + 1) * block_size])
         hashed_blocks.append(HashedBlock(hash_block(parent, block_token_ids, extra), parent, block_token_ids, extra))
+
+
+def num_equal_tokens(a: SequenceOf[int], b: SequenceOf[int]) -> int:
+    """Length of the common beginning of two token lists."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    return next(index for index in range(length) if a[index] != b[index])

@@ -21,7 +21,7 @@ unreachable. ``check_integrity`` asserts that too.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.block_hash import NO_PARENT, BlockHash, HashedBlock
@@ -42,11 +42,25 @@ class KVCacheBlock:
 class BlockPool:
     """A fixed number of blocks, shared by reference count, reused in LRU order."""
 
-    def __init__(self, num_blocks: int, *, enable_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        enable_caching: bool = True,
+        on_evict: Callable[[int, HashedBlock], None] | None = None,
+    ) -> None:
+        """Build a pool whose blocks are all free.
+
+        Args:
+            num_blocks: its size.
+            enable_caching: without it no block can be found again.
+            on_evict: hears of a cached block, by id and content, that is handed out for something else now.
+        """
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
+        self._on_evict = on_evict
         self._blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._free: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self._blocks)
         # Two sequences that compute the same prefix at the same time make two blocks of one hash.
@@ -74,6 +88,8 @@ class BlockPool:
         for _ in range(num_blocks):
             _, block = self._free.popitem(last=False)
             if block.content is not None:
+                if self._on_evict is not None:
+                    self._on_evict(block.block_id, block.content)
                 self._forget(block)
             block.ref_count = 1
             blocks.append(block)
@@ -144,6 +160,27 @@ class BlockPool:
                 block.content = None
         self._cached.clear()
         return True
+
+    def contents_of(self, block_ids: Iterable[int]) -> set[BlockHash]:
+        """Hashes under which some blocks are cached."""
+        contents = (self._blocks[block_id].content for block_id in block_ids)
+        return {content.hash for content in contents if content is not None}
+
+    def descendants(self, hashes: set[BlockHash]) -> set[BlockHash]:
+        """Cached hashes whose parent is among ``hashes``. Linear in the cache: for rare events."""
+        return {
+            block_hash
+            for block_hash, blocks in self._cached.items()
+            if blocks[0].content is not None and blocks[0].content.parent in hashes
+        }
+
+    def forget(self, hashes: Iterable[BlockHash]) -> None:
+        """Make all blocks of these hashes unfindable, in use or not; their descendants have to be among them."""
+        for block_hash in hashes:
+            for block in list(self._cached.get(block_hash, ())):
+                self._forget(block)
+                if block.ref_count == 0:
+                    self._free.move_to_end(block.block_id, last=False)
 
     def _forget(self, block: KVCacheBlock) -> None:
         assert block.content is not None, f"block {block.block_id} is not cached"

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 DType = Literal["auto", "fp32", "bf16", "fp16"]
+PolicyName = Literal["token_budget", "fixed_count", "length_bucket"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,24 +29,46 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     block_size: int = 16
     """Tokens per KV block."""
     num_blocks: int | None = None
-    """Size of the pool in blocks; ``None`` derives it from ``memory_gib``."""
-    memory_gib: float = 1.5
-    """Memory for KV blocks in GiB, used when ``num_blocks`` is not given."""
+    """Size of the pool in blocks; ``None`` derives it from the memory."""
+    memory_gib: float | None = None
+    """Memory for KV blocks in GiB, used when ``num_blocks`` is not given; ``None`` takes ``free_memory_share``."""
+    free_memory_share: float = 0.3
+    """Share, 0 to 1, of what is free after loading the weights; never more than ``max_num_seqs`` full windows need."""
     enable_prefix_caching: bool = True
     """Share blocks of equal prefixes within a tenant."""
+    public_prefixes: tuple[str, ...] = ()
+    """System messages that hold nothing private: their blocks are shared by all tenants. What follows them is not."""
+    second_tier: Literal["none", "memory", "disk"] = "none"
+    """Where evicted blocks are kept for later: nowhere, in memory of the host, or in a file that is mapped."""
+    second_tier_gib: float = 4.0
+    """Size of the second tier in GiB."""
+    second_tier_folder: str | None = None
+    """Folder of the file; ``None`` is the system's folder for temporary files. The file has no name and ends with the
+    process."""
+    verify_isolation: bool = True
+    """Prove at start, with the real model, that a tenant hits its own prefix and misses another's."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size}")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {self.num_blocks}")
-        if self.memory_gib <= 0:
+        if self.memory_gib is not None and self.memory_gib <= 0:
             raise ValueError(f"memory_gib must be positive, got {self.memory_gib}")
+        if not 0.0 < self.free_memory_share <= 1.0:
+            raise ValueError(f"free_memory_share must be above 0 and at most 1, got {self.free_memory_share}")
+        if any(not text.strip() for text in self.public_prefixes):
+            raise ValueError("public_prefixes must not hold an empty text")
+        if self.second_tier_gib <= 0:
+            raise ValueError(f"second_tier_gib must be positive, got {self.second_tier_gib}")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Token-budget scheduling."""
+    """What a step computes and in which order."""
 
+    policy: PolicyName = "token_budget"
+    """``token_budget``: chunks under a token budget, short ones first, all age. ``fixed_count``: whole prompts, so many
+    sequences at once. ``length_bucket``: whole prompts of similar length together. See ``engine.policies``."""
     max_num_batched_tokens: int = 512
     """Token budget of one step: decode tokens and prefill chunks together. A step is the least time between two tokens
     of a stream and before a cancelled request is let go: half a second on two cores for the default."""
@@ -53,20 +76,64 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Most sequences running at once."""
     long_prefill_token_threshold: int = 0
     """Most tokens one sequence may prefill in one step (the chunk size); 0 is no limit but the token budget."""
+    max_decode_gap_ms: float | None = None
+    """Longest step, in ms and as predicted, while streams decode; a prefill chunk shrinks to it, but never below a
+    block. ``None`` leaves the gap between two tokens to the token budget."""
+    fixed_count: int = 8
+    """Sequences at once under the policy ``fixed_count``."""
+    ageing_ms_per_token: float = 2.0
+    """Head start of short prompts: one with a token less to compute goes first unless it came so many ms later."""
+    priority_ageing_s: float = 10.0
+    """Waiting so long lifts a sequence by one priority."""
+    fair_tenants: bool = True
+    """Among sequences of one priority, the tenant that was served the fewest tokens comes first."""
     max_num_waiting: int = 512
     """Most sequences waiting; a further one is refused at once."""
 
     def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < 1:
-            raise ValueError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_num_waiting", "fixed_count"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.long_prefill_token_threshold < 0:
             raise ValueError(
                 f"long_prefill_token_threshold must be 0 (off) or positive, got {self.long_prefill_token_threshold}"
             )
-        if self.max_num_waiting < 1:
-            raise ValueError(f"max_num_waiting must be at least 1, got {self.max_num_waiting}")
+        if self.max_decode_gap_ms is not None and self.max_decode_gap_ms <= 0:
+            raise ValueError(f"max_decode_gap_ms must be positive, got {self.max_decode_gap_ms}")
+        if self.ageing_ms_per_token < 0:
+            raise ValueError(f"ageing_ms_per_token must not be negative, got {self.ageing_ms_per_token}")
+        if self.priority_ageing_s <= 0:
+            raise ValueError(f"priority_ageing_s must be positive, got {self.priority_ageing_s}")
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Most tokens of one sequence in one step under the token budget."""
+        return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+
+class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is refused at once instead of being queued. ``None`` is no limit."""
+
+    max_input_tokens: int | None = None
+    """Longest prompt; the window is the limit in any case."""
+    max_num_waiting_tokens: int | None = 262_144
+    """Most prompt tokens waiting, of all tenants together."""
+    max_tenant_waiting_tokens: int | None = None
+    """Most prompt tokens that one tenant may have waiting."""
+    kv_watermark: float = 1.0
+    """Share of KV blocks in use, 0 to 1, above which nothing new is taken in; 1 is off."""
+    refuse_missed_deadlines: bool = True
+    """Refuse a request whose predicted time to the first token is longer than its deadline."""
+    max_tokens_overflow: Literal["clamp", "refuse"] = "clamp"
+    """What happens to a ``max_tokens`` that the window has no room for: reduced, which the output says, or refused."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_input_tokens", "max_num_waiting_tokens", "max_tenant_waiting_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0.0 < self.kv_watermark <= 1.0:
+            raise ValueError(f"kv_watermark must be above 0 and at most 1, got {self.kv_watermark}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,5 +142,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     num_threads: int | None = None
     """Torch threads of the engine process; ``None`` takes one per core."""

@@ -85,6 +85,21 @@ class CostCoefficients(NamedTuple):
     token_s: float
     pair_s: float
 
+    def step_time_s(self, num_tokens: int, num_pairs: int) -> float:
+        """Predicted time of one step of any composition."""
+        return self.step_s + self.token_s * num_tokens + self.pair_s * num_pairs
+
+    def max_tokens_within(self, seconds: float, num_context_tokens: int) -> float:
+        """Most further tokens after a context whose own part of a step takes at most ``seconds``; may be infinite."""
+        if seconds <= 0:
+            return 0.0
+        # pair_s * (n * context + n * (n + 1) / 2) + token_s * n <= seconds, solved for n
+        square = self.pair_s / 2
+        linear = self.pair_s * (num_context_tokens + 0.5) + self.token_s
+        if square == 0:
+            return seconds / linear if linear > 0 else math.inf
+        return (math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square)
+
 
 class PrefillCostModel:
     """Learns online how long prefills take, and answers how long one will take or how much fits into a time.

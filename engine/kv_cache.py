@@ -5,6 +5,7 @@ import torch
 from engine.config import CacheConfig
 from engine.cpu_runtime import lazy_zeros
 from engine.errors import ModelError
+from engine.memory import free_memory_bytes
 from engine.model_spec import ModelSpec
 
 _GIB = 1 << 30
@@ -35,10 +36,18 @@ class KVCache:
         """Memory of all blocks."""
         return sum(layer.numel() * layer.element_size() for layer in self.layers)
 
-    def clear_non_finite(self, block_ids: list[int]) -> None:
-        """Zero what is not finite in some blocks, so that it cannot reach the other sequences that will use them."""
+    def clear_non_finite(self, block_ids: list[int]) -> list[int]:
+        """Zero what is not finite in some blocks, so that it cannot reach the sequences that will use them next.
+
+        Returns:
+            The blocks in which there was such a value: what they hold is no prefix any more.
+        """
+        is_dirty = torch.zeros(len(block_ids), dtype=torch.bool, device=self.layers[0].device)
         for layer in self.layers:
-            layer[:, block_ids] = torch.nan_to_num(layer[:, block_ids], nan=0.0, posinf=0.0, neginf=0.0)
+            values = layer[:, block_ids]
+            is_dirty |= ~torch.isfinite(values).all(dim=0).flatten(1).all(dim=1)
+            layer[:, block_ids] = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        return [block_id for block_id, dirty in zip(block_ids, is_dirty.tolist(), strict=True) if dirty]
 
 
 def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -46,8 +55,22 @@ def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     return spec.num_kv_values_per_token * block_size * dtype.itemsize
 
 
-def num_kv_blocks(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
-    """Blocks of the pool: as configured, else as many as fit into ``memory_gib``.
+def num_kv_blocks(
+    spec: ModelSpec,
+    cache: CacheConfig,
+    dtype: torch.dtype,
+    *,
+    max_num_tokens: int | None = None,
+    device: torch.device | str = "cpu",
+) -> int:
+    """Blocks of the pool: as configured, else as many as fit into ``memory_gib``, else into a share of what is free.
+
+    Args:
+        spec: sizes of the model, whose weights are loaded already.
+        cache: configured sizes.
+        dtype: of keys and values.
+        max_num_tokens: tokens that can be of use at once; a pool sized by free memory holds no more.
+        device: whose memory is asked for.
 
     Raises:
         ModelError: not even one block fits.
@@ -55,9 +78,15 @@ def num_kv_blocks(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> in
     if cache.num_blocks is not None:
         return cache.num_blocks
     block_bytes = kv_block_bytes(spec, cache.block_size, dtype)
-    num_blocks = int(cache.memory_gib * _GIB) // block_bytes
+    if cache.memory_gib is not None:
+        num_blocks = int(cache.memory_gib * _GIB) // block_bytes
+        source = f"memory_gib {cache.memory_gib}"
+    else:
+        free_bytes = free_memory_bytes(device)
+        num_blocks = int(free_bytes * cache.free_memory_share) // block_bytes
+        source = f"free_memory_share {cache.free_memory_share} of {free_bytes} free bytes"
+        if max_num_tokens is not None:
+            num_blocks = min(num_blocks, -(-max_num_tokens // cache.block_size))
     if num_blocks < 1:
-        raise ModelError(
-            f"memory_gib {cache.memory_gib} holds no KV block of {cache.block_size} tokens ({block_bytes} bytes)"
-        )
+        raise ModelError(f"{source} holds no KV block of {cache.block_size} tokens ({block_bytes} bytes)")
     return num_blocks

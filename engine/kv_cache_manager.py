@@ -11,12 +11,15 @@ Blocks become findable only in ``cache_blocks``, after the step that computed th
 behind. Each sequence's block table only ever grows at its end until it is freed.
 """
 
+from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.block_hash import CacheKey, extend_hashed_blocks
+from engine.block_hash import BlockHash, CacheKey, HashedBlock, extend_hashed_blocks, num_equal_tokens
 from engine.block_pool import BlockPool, KVCacheBlock
+from engine.second_tier import KVTransfer, SecondTier
 from engine.sequence import Sequence
 
 
@@ -24,7 +27,11 @@ class ComputedBlocks(NamedTuple):
     """A prefix found in the cache. Valid until the next change of the pool: pass it on at once."""
 
     blocks: list[KVCacheBlock]
+    """In the pool."""
     num_tokens: int
+    """In the pool and in the second tier together."""
+    tier: SequenceOf[HashedBlock] = ()
+    """What follows ``blocks`` and is found in the second tier: it needs blocks, but no computing."""
 
 
 NOTHING_COMPUTED = ComputedBlocks([], 0)
@@ -41,6 +48,8 @@ class _BlockTable:
     """Leading blocks that were offered to the cache already."""
     is_cacheable: bool = True
     """False after a hash collision: what follows an ambiguous block must not be found."""
+    promised: list[BlockHash] = field(default_factory=list)
+    """Blocks of its prompt that it is about to compute, last one first: others may wait for them."""
 
     def append(self, blocks: list[KVCacheBlock]) -> None:
         self.blocks.extend(blocks)
@@ -51,20 +60,50 @@ class KVCacheManager:
     """Block tables of all sequences that hold blocks, over one pool."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, cache_key: CacheKey, enable_prefix_caching: bool = True
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        cache_key: CacheKey,
+        enable_prefix_caching: bool = True,
+        public_prefixes: Iterable[SequenceOf[int]] = (),
+        num_second_tier_blocks: int = 0,
     ) -> None:
+        """Build a manager whose blocks are all free.
+
+        Args:
+            num_blocks: size of the pool.
+            block_size: tokens per block.
+            cache_key: what all blocks depend on.
+            enable_prefix_caching: share equal prefixes within a tenant.
+            public_prefixes: token ids that prompts of any tenant may begin with and share; only whole blocks of them.
+            num_second_tier_blocks: slots for evicted blocks; 0 is no second tier.
+        """
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
         self.cache_key = cache_key
         self.enable_prefix_caching = enable_prefix_caching
-        self.block_pool = BlockPool(num_blocks, enable_caching=enable_prefix_caching)
+        self.public_prefixes = [list(prefix) for prefix in public_prefixes]
+        self.second_tier = SecondTier(num_second_tier_blocks) if num_second_tier_blocks else None
+        self.block_pool = BlockPool(
+            num_blocks,
+            enable_caching=enable_prefix_caching,
+            on_evict=self.second_tier.store if self.second_tier is not None else None,
+        )
         self._tables: dict[str, _BlockTable] = {}
+        self._promised: Counter[BlockHash] = Counter()
+        """Blocks that running sequences are about to compute, and how many of them each."""
 
     @property
     def usage(self) -> float:
         """Share of blocks in use, 0 to 1; cached but unreferenced blocks count as free."""
         return self.block_pool.usage
+
+    @property
+    def num_second_tier_blocks(self) -> int:
+        """Evicted blocks that are kept in the second tier."""
+        return self.second_tier.num_used_slots if self.second_tier is not None else 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -101,7 +140,20 @@ class KVCacheManager:
             if block is None:
                 break
             blocks.append(block)
-        return ComputedBlocks(blocks, len(blocks) * self.block_size)
+        tier: list[HashedBlock] = []
+        if self.second_tier is not None:
+            for hashed in sequence.hashed_blocks[len(blocks) : max_num_blocks]:
+                if not self.second_tier.holds(hashed):
+                    break
+                tier.append(hashed)
+        return ComputedBlocks(blocks, (len(blocks) + len(tier)) * self.block_size, tier)
+
+    def is_promised(self, sequence: Sequence, computed: ComputedBlocks) -> bool:
+        """A running sequence is about to compute the very block that comes after ``computed``: waiting saves it."""
+        index = len(computed.blocks) + len(computed.tier)
+        if not self._promised or index >= (sequence.num_tokens - 1) // self.block_size:
+            return False
+        return sequence.hashed_blocks[index].hash in self._promised
 
     def can_fit(self, sequence: Sequence, computed: ComputedBlocks, num_reserved_blocks: int) -> bool:
         """All known tokens of a waiting sequence fit while ``num_reserved_blocks`` free blocks are left for others."""
@@ -129,14 +181,22 @@ class KVCacheManager:
         num_new_blocks = max(0, self.num_blocks_for(num_tokens) - num_held)
         if num_new_blocks + self._num_free(computed.blocks) > self.block_pool.num_free_blocks:
             return None
+        is_new = table is None
         if table is None:
             # Before new blocks are taken: one of the prefix must not be evicted for the sake of its own tail.
             self.block_pool.touch(computed.blocks)
+            if self.second_tier is not None:
+                self.second_tier.pin(computed.tier)
             table = _BlockTable(num_cached_blocks=len(computed.blocks))
             table.append(computed.blocks)
             self._tables[sequence.request_id] = table
         new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
         table.append(new_blocks)
+        if is_new:
+            self._promise(sequence, table, len(computed.blocks) + len(computed.tier))
+        if self.second_tier is not None:
+            for hashed, block in zip(computed.tier, new_blocks, strict=False):
+                self.second_tier.load(hashed, block.block_id)
         return new_blocks
 
     def cache_blocks(self, sequence: Sequence) -> None:
@@ -147,24 +207,99 @@ class KVCacheManager:
             return
         self._extend_hashes(sequence)
         for index in range(table.num_cached_blocks, num_full_blocks):
-            if not self.block_pool.cache_full_block(table.blocks[index], sequence.hashed_blocks[index]):
-                table.is_cacheable = False
+            hashed = sequence.hashed_blocks[index]
+            if not self.block_pool.cache_full_block(table.blocks[index], hashed):
+                self._stop_caching(table)
                 return
             table.num_cached_blocks = index + 1
+            if table.promised and table.promised[-1] == hashed.hash:
+                self._release_promise(table.promised.pop())
+
+    def take_transfers(self) -> tuple[list[KVTransfer], list[KVTransfer]]:
+        """Stores and loads that the next step has to make for the second tier."""
+        return self.second_tier.take_transfers() if self.second_tier is not None else ([], [])
+
+    def end_step(self) -> None:
+        """The step with the taken transfers has been executed."""
+        if self.second_tier is not None:
+            self.second_tier.end_step()
+
+    def fail_step(self, stores: Iterable[KVTransfer]) -> None:
+        """The step with these stores broke off; nothing that it should have kept is believed."""
+        if self.second_tier is not None:
+            self.second_tier.fail_step(stores)
 
     def free(self, sequence: Sequence) -> None:
         """Give back all blocks of a sequence, last one first; it may have none. What is cached stays findable."""
         table = self._tables.pop(sequence.request_id, None)
         if table is not None:
+            for block_hash in table.promised:
+                self._release_promise(block_hash)
+            if self.second_tier is not None:
+                self.second_tier.cancel_loads(table.block_ids)
             self.block_pool.free_blocks(reversed(table.blocks))
+
+    def drop_blocks(self, block_ids: Iterable[int]) -> set[str]:
+        """Make blocks that turned out to be wrong unfindable, with everything that was computed after them.
+
+        Returns:
+            Ids of the sequences that hold such a block and have to compute their tokens again.
+        """
+        dropped_ids = set(block_ids)
+        hashes = self.block_pool.contents_of(dropped_ids)
+        frontier = hashes
+        while frontier:
+            frontier = self.block_pool.descendants(frontier) - hashes
+            if self.second_tier is not None:
+                frontier |= self.second_tier.descendants(hashes) - hashes
+            hashes = hashes | frontier
+        self.block_pool.forget(hashes)
+        if self.second_tier is not None:
+            self.second_tier.forget(hashes)
+        for table in self._tables.values():
+            if any(block.content is None for block in table.blocks[: table.num_cached_blocks]):
+                self._stop_caching(table)  # the parent of what it computes next cannot be found
+        return {request_id for request_id, table in self._tables.items() if dropped_ids.intersection(table.block_ids)}
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no effect, while any sequence holds blocks."""
-        return self.block_pool.reset_cache()
+        if not self.block_pool.reset_cache():
+            return False
+        if self.second_tier is not None:
+            self.second_tier.clear()
+        return True
+
+    def _promise(self, sequence: Sequence, table: _BlockTable, num_computed_blocks: int) -> None:
+        if self.enable_prefix_caching:
+            hashes = [hashed.hash for hashed in sequence.hashed_blocks[num_computed_blocks:]]
+            self._promised.update(hashes)
+            table.promised = hashes[::-1]
+
+    def _release_promise(self, block_hash: BlockHash) -> None:
+        self._promised[block_hash] -= 1
+        if not self._promised[block_hash]:
+            del self._promised[block_hash]
+
+    def _stop_caching(self, table: _BlockTable) -> None:
+        table.is_cacheable = False
+        for block_hash in table.promised:
+            self._release_promise(block_hash)
+        table.promised.clear()
 
     def _extend_hashes(self, sequence: Sequence) -> None:
-        extra = b"" if sequence.hashed_blocks else self.cache_key.extra(sequence.cache_salt)
-        extend_hashed_blocks(sequence.hashed_blocks, sequence.token_ids, self.block_size, extra)
+        if sequence.num_public_blocks is None:
+            prompt = sequence.prompt_token_ids
+            num_public = max((num_equal_tokens(prompt, prefix) for prefix in self.public_prefixes), default=0)
+            sequence.num_public_blocks = num_public // self.block_size
+        is_past_extras = len(sequence.hashed_blocks) > sequence.num_public_blocks
+        extend_hashed_blocks(
+            sequence.hashed_blocks,
+            sequence.token_ids,
+            self.block_size,
+            b"" if is_past_extras else self.cache_key.extra(sequence.cache_salt),
+            public_extra=b"" if is_past_extras else self.cache_key.public_extra(),
+            num_public_blocks=sequence.num_public_blocks,
+        )
 
     def _num_free(self, blocks: Iterable[KVCacheBlock]) -> int:
         return sum(block.ref_count == 0 for block in blocks)
@@ -198,3 +333,7 @@ class KVCacheManager:
                         f"{request_id}: block {block.block_id} holds another prefix"
                     )
         self.block_pool.check_references(num_references)
+        promised = Counter(block_hash for table in self._tables.values() for block_hash in table.promised)
+        assert promised == self._promised, "the promised blocks are not those of the tables"
+        if self.second_tier is not None:
+            self.second_tier.check_integrity()

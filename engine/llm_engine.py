@@ -7,8 +7,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
@@ -25,17 +25,10 @@ from engine.scheduler import Scheduler, SequenceUpdate
 from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from engine.sequence import Sequence
 from engine.stats import EngineCounters, request_timings
+from engine.step_executor import Runner, execute_checked, execute_in_parts
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """What executes a step: the model runner, or a fake one in tests of the control plane."""
-
-    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute the scheduled tokens and sample where asked. May raise: then the step counts as not computed."""
-        ...
 
 
 class LLMEngine:
@@ -50,6 +43,7 @@ class LLMEngine:
         tokenizer: Tokenizer,
         cache_key: CacheKey,
         grammars: GrammarCompiler | None = None,
+        public_prefixes: Iterable[SequenceOf[int]] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Compose an engine from its parts; ``from_config`` builds them.
@@ -61,12 +55,13 @@ class LLMEngine:
             tokenizer: for output text and end-of-sequence ids.
             cache_key: what all KV blocks of this engine depend on.
             grammars: those of the runner; without them no output can be asked to follow a JSON schema.
+            public_prefixes: token ids that prompts of all tenants may begin with and share.
             clock: seconds from a fixed point that never go back.
         """
         self.config = config
         self.runner = runner
         self.tokenizer = tokenizer
-        self.cost_model = PrefillCostModel.from_model_info(info, self._chunk_size(config))
+        self.cost_model = PrefillCostModel.from_model_info(info, config.scheduler.max_chunk_tokens)
         self.scheduler = Scheduler(
             config.scheduler,
             KVCacheManager(
@@ -74,16 +69,22 @@ class LLMEngine:
                 block_size=info.block_size,
                 cache_key=cache_key,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
+                public_prefixes=public_prefixes,
+                num_second_tier_blocks=info.num_second_tier_blocks,
             ),
             max_model_len=info.max_model_len,
             eos_token_ids=tokenizer.eos_token_ids,
             cost_model=self.cost_model,
+            admission=config.admission,
         )
         self.info = msgspec.structs.replace(info, max_model_len=self.scheduler.max_model_len)
         """The served model, with the window that the KV cache really admits."""
+        self.on_started: Callable[[list[str]], None] | None = None
+        """Hears, before a step is executed, of the requests of which it computes the first token ever."""
         self._clock = clock
         self._counters = EngineCounters()
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
+        self._started: set[str] = set()
         self._logprobs: dict[str, LogprobsQueue] = {}
         self._grammars = grammars
 
@@ -93,8 +94,10 @@ class LLMEngine:
 
         Raises:
             ModelError: the model cannot be found or read, or does not fit the configuration.
+            EngineError: the prefix cache does not keep tenants apart.
         """
         from engine.chat_template import ChatTokenizer
+        from engine.isolation import encode_public_prefixes, verify_isolation
         from engine.model_runner import ModelRunner
         from engine.model_store import resolve_model
 
@@ -112,14 +115,22 @@ class LLMEngine:
             quantization="none",
             rope=runner.spec.rope.key,
         )
-        return cls(
-            config,
-            info=runner.info,
-            runner=runner,
-            tokenizer=chat.tokenizer,
-            cache_key=cache_key,
-            grammars=grammars,
-        )
+
+        def make(public_prefixes: Iterable[SequenceOf[int]]) -> "LLMEngine":
+            return cls(
+                config,
+                info=runner.info,
+                runner=runner,
+                tokenizer=chat.tokenizer,
+                cache_key=cache_key,
+                grammars=grammars,
+                public_prefixes=public_prefixes,
+            )
+
+        if config.cache.verify_isolation:
+            # An engine of its own over the same runner: the blocks it uses are in no other engine's cache.
+            verify_isolation(make(()), expects_hits=config.cache.enable_prefix_caching)
+        return make(encode_public_prefixes(chat, config.cache.public_prefixes))
 
     @property
     def has_unfinished(self) -> bool:
@@ -132,8 +143,9 @@ class LLMEngine:
         Raises:
             ValueError: the prompt is empty or holds an id outside the vocabulary, the request id is in use, the
                 cache salt is empty, or the JSON schema cannot be followed (GrammarError).
-            PromptTooLongError: the prompt leaves no room for an output token.
-            QueueFullError: too many sequences wait; it says when to come again.
+            PromptTooLongError: the prompt leaves no room for an output token, or passes the limit for prompts.
+            OutputTooLongError: ``max_tokens`` passes the room left, and is set to be refused then.
+            AdmissionError: it cannot be served now; it says why and when to come again.
         """
         for token_id in (min(request.prompt_token_ids, default=0), max(request.prompt_token_ids, default=0)):
             if not 0 <= token_id < self.info.vocab_size:
@@ -162,40 +174,46 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one step: at most the token budget, at most one new token per sequence.
 
-        An exception while executing ends the sequences of this step with ``finish_reason`` ``error``; all others,
-        and the engine, go on.
+        An exception while executing ends those sequences with ``finish_reason`` ``error`` that cannot be computed
+        alone either; all others, and the engine, go on.
         """
         scheduler_output = self.scheduler.schedule(self._clock())
-        if not scheduler_output.scheduled:
-            return []
-        try:
-            runner_output = self._execute(scheduler_output)
-        except Exception as error:
-            logger.exception("a step of %d tokens failed", scheduler_output.num_tokens)
-            updates = self.scheduler.fail(scheduler_output, _describe(error), self._clock())
-        else:
-            updates = self.scheduler.update_from_output(scheduler_output, runner_output, self._clock())
+        updates = self.scheduler.take_expired()
+        if scheduler_output.scheduled:
+            self._tell_started(scheduler_output)
+            try:
+                runner_output = self._execute(scheduler_output)
+            except Exception as error:
+                logger.exception("a step of %d tokens failed", scheduler_output.num_tokens)
+                self._counters.num_retried_steps += 1
+                scheduler_output = self.scheduler.recompute_after_failed_transfers(scheduler_output)
+                runner_output = execute_in_parts(self.runner, scheduler_output, error)
+            updates += self.scheduler.update_from_output(scheduler_output, runner_output, self._clock())
             self._take_logprobs(updates, runner_output)
-        self._counters.num_steps += 1
+            self._counters.num_steps += 1
         return [self._detokenise(update) for update in updates]
 
     def stats(self) -> EngineStats:
         """State and totals after the last step."""
-        return self._counters.snapshot(self.scheduler)
+        return self._counters.snapshot(self.scheduler, self.cost_model.coefficients)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no effect, while any sequence is running."""
         return self.scheduler.kv_cache_manager.reset_prefix_cache()
 
+    def _tell_started(self, scheduler_output: SchedulerOutput) -> None:
+        if self.on_started is None:
+            return
+        parts = (part.request_id for part in scheduler_output.scheduled if part.num_output_tokens == 0)
+        started = [request_id for request_id in parts if request_id not in self._started]
+        if started:
+            self._started.update(started)
+            self.on_started(started)
+
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         start_s = self._clock()
-        runner_output = self.runner.execute(scheduler_output)
-        seconds = self._clock() - start_s
-        for scheduled in scheduler_output.scheduled:
-            is_missing = scheduled.needs_sample and scheduled.request_id not in runner_output.sampled
-            if is_missing and scheduled.request_id not in runner_output.failed:
-                raise RuntimeError(f"the model runner returned no token for {scheduled.request_id}")
-        self._observe(scheduler_output, seconds)
+        runner_output = execute_checked(self.runner, scheduler_output)
+        self._observe(scheduler_output, self._clock() - start_s)
         return runner_output
 
     def _observe(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
@@ -237,6 +255,7 @@ class LLMEngine:
             told = logprobs.take(self._detokenizers[sequence.request_id].num_settled_tokens)
         if sequence.is_finished:
             del self._detokenizers[sequence.request_id]
+            self._started.discard(sequence.request_id)
             self._logprobs.pop(sequence.request_id, None)
         has_first_token = bool(new_token_ids) and sequence.num_output_tokens == len(new_token_ids)
         return RequestOutput(
@@ -251,14 +270,5 @@ class LLMEngine:
             error=sequence.error,
             timings=request_timings(sequence) if has_first_token or sequence.is_finished else None,
             logprobs=told,
+            max_tokens=sequence.sampling.max_tokens if sequence.max_tokens_asked is not None else None,
         )
-
-    @staticmethod
-    def _chunk_size(config: EngineConfig) -> int:
-        threshold = config.scheduler.long_prefill_token_threshold
-        budget = config.scheduler.max_num_batched_tokens
-        return min(threshold, budget) if threshold else budget
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

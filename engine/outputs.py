@@ -31,6 +31,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     weights_digest: str
     attention_backend: str
+    num_second_tier_blocks: int = 0
+    """Slots for evicted blocks outside the pool."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -41,6 +43,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     sampling: SamplingParams
     cache_salt: str
     """Isolation key of the prefix cache, derived by the gateway from the authenticated tenant. Never empty."""
+    tenant_id: str = ""
+    """Whose share of the engine it uses; empty is ``cache_salt``, which every tenant has one of."""
+    priority: int = 0
+    """A higher one goes first; waiting lifts it, see ``SchedulerConfig.priority_ageing_s``."""
+    deadline_ms: float | None = None
+    """Longest useful time from arrival to the first token; what cannot keep it is refused or ends with an error."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -50,10 +58,9 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
 
 class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one request went, in ms, measured inside the engine.
+    """Where the time of one request went, measured inside the engine; ``engine.stats`` defines each figure.
 
-    ``queue_ms`` arrival to first scheduling; ``prefill_ms`` first scheduling to first token; ``decode_ms`` first to
-    last token. ``queue_ms + prefill_ms + decode_ms`` is the request's whole time in the engine.
+    ``queue_ms + prefill_ms + decode_ms`` is the request's whole time in the engine.
     """
 
     queue_ms: float
@@ -62,6 +69,17 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
     num_chunks: int
     """Steps that computed prompt tokens."""
     num_preemptions: int
+    input_tokens: int = 0
+    """Tokens of the prompt."""
+    cached_tokens: int = 0
+    """Those of them that came from the prefix cache."""
+    effective_tokens_per_s: float = 0.0
+    """``input_tokens`` over ``compute_ms``; 0 before the first token."""
+
+    @property
+    def compute_ms(self) -> float:
+        """First scheduling to first token: another name of ``prefill_ms``."""
+        return self.prefill_ms
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
@@ -81,9 +99,31 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     error: str | None = None
     timings: RequestTimings | None = None
     """With the first token (decode_ms is 0) and with the last."""
+    max_tokens: int | None = None
+    """Output tokens allowed, where the window had no room for as many as were asked for; with every output then."""
     logprobs: list[PositionLogprobs] | None = None
     """Of the tokens whose text this and earlier outputs have brought, as far as not told before; ``None`` where
     nobody asked for them."""
+
+
+class LatencyHistogram(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one duration, as Prometheus wants them."""
+
+    upper_ms: tuple[float, ...]
+    """Upper bounds of the bins but the last one, which has none."""
+    counts: tuple[int, ...]
+    """Durations in each bin, not cumulated; one more than there are bounds."""
+    sum_ms: float
+
+
+class LengthStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of one length bucket that got their first token."""
+
+    num_requests: int
+    input_tokens: int
+    cached_tokens: int
+    queue: LatencyHistogram
+    compute: LatencyHistogram
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -100,3 +140,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     generation_tokens: int
     num_preemptions: int
     num_steps: int
+    num_waiting_tokens: int = 0
+    """Tokens of the waiting sequences."""
+    num_waits_for_prefix: int = 0
+    """Times a sequence waited a step for a prefix that a running one was computing."""
+    num_second_tier_blocks: int = 0
+    """Evicted blocks that are kept in the second tier."""
+    num_refused: dict[str, int] = {}
+    """Requests refused on arrival, by reason."""
+    num_retried_steps: int = 0
+    """Steps that failed as a whole and were computed again in parts."""
+    cost_coefficients: tuple[float, float, float] | None = None
+    """Seconds per step, per token and per attention pair, as fitted; ``None`` before the first prefill."""
+    by_length: dict[str, LengthStats] = {}
+    """By the length bucket of the prompt, see ``engine.lengths``."""

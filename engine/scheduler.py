@@ -9,28 +9,27 @@ gives, and a preempted sequence is all behind again. Budget 32, chunks of at mos
     2      1   20   1    22      Q has its first token already and decodes
     3      1   10   1    12      the end of P: its first token
 
-Order within a step: running sequences that decode, running prefills, then waiting ones in order of arrival. A waiting
-one is admitted only to what the running ones leave of the budget, so each of those always finds its token. When a
-running sequence gets no block, the youngest one gives back all its own and queues again in front; the oldest thus
-always advances, and the engine with it. A sequence is admitted only if all its known tokens fit beside what the running
-ones still need, so preemption is left for what nobody knows: how long outputs get.
+Order within a step: running sequences that decode, then running prefills and waiting ones as the policy ranks them
+(``engine.policies``). Never more sequences run than the budget has tokens, so each stream always finds its own. When a
+running sequence gets no block, the youngest of the lowest priority gives back all its own and queues again in front;
+the oldest of the highest thus always advances, and the engine with it. A sequence is admitted only if all its known
+tokens fit beside what the running ones still need, so preemption is left for what nobody knows: how long outputs get.
+One that needs a block which a running sequence is about to compute waits for it: equal prompts are computed once.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.config import SchedulerConfig
+from engine.admission import AdmissionController
+from engine.config import AdmissionConfig, SchedulerConfig
 from engine.cost_model import PrefillCostModel
-from engine.errors import PromptTooLongError, QueueFullError
+from engine.fairness import TenantAccounts
 from engine.kv_cache_manager import KVCacheManager
 from engine.outputs import FinishReason
+from engine.policies import StepBudget, make_policy
 from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
-
-MIN_RETRY_AFTER_S = 1.0
-MAX_RETRY_AFTER_S = 60.0
-UNKNOWN_RETRY_AFTER_S = 5.0
 
 
 class SequenceUpdate(NamedTuple):
@@ -51,28 +50,40 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         cost_model: PrefillCostModel | None = None,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         """Build an empty scheduler.
 
         Args:
-            config: budget and limits.
+            config: policy, budget and limits.
             kv_cache_manager: used by this scheduler alone.
             max_model_len: the model's window; smaller where the whole block pool holds fewer tokens.
             eos_token_ids: ids that end any output, unless ``ignore_eos``.
-            cost_model: estimates when a refused request may come again; without it a constant is told.
+            cost_model: predicts times for admission, deadlines and the decode gap; without it none is predicted.
+            admission: what is refused at once.
         """
         self.config = config
         self.kv_cache_manager = kv_cache_manager
         self.max_model_len = min(max_model_len, kv_cache_manager.max_num_tokens)
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.cost_model = cost_model
+        self.policy = make_policy(config, cost_model=cost_model, block_size=kv_cache_manager.block_size)
+        self.admission = AdmissionController(
+            admission or AdmissionConfig(),
+            config,
+            kv_cache_manager,
+            cost_model,
+            max_model_len=self.max_model_len,
+        )
+        self.accounts = TenantAccounts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission, oldest first."""
         self.num_preemptions = 0
-        self._max_chunk_tokens = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self.num_waits_for_prefix = 0
+        """Times a sequence was passed over in a step because a running one was computing its prefix."""
         self._sequences: dict[str, Sequence] = {}
         self._finished_request_ids: list[str] = []
+        self._expired: list[SequenceUpdate] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -88,18 +99,18 @@ class Scheduler:
         Raises:
             ValueError: the id is in use, or the cache salt is empty.
             PromptTooLongError: no output token would fit into the window or into the whole block pool.
-            QueueFullError: ``max_num_waiting`` sequences wait already.
+            OutputTooLongError: ``max_tokens`` would not, and is not to be reduced.
+            AdmissionError: it cannot be served now, see ``engine.admission``.
         """
         if sequence.request_id in self._sequences:
             raise ValueError(f"request_id {sequence.request_id!r} is in use by an unfinished sequence")
         if not sequence.cache_salt:
             raise ValueError("cache_salt must not be empty: it keeps the prefix caches of tenants apart")
-        if sequence.num_prompt_tokens >= self.max_model_len:
-            raise PromptTooLongError(sequence.num_prompt_tokens, self.max_model_len)
-        if len(self.waiting) >= self.config.max_num_waiting:
-            raise QueueFullError(len(self.waiting), self._retry_after_s())
+        sequence.due_s = self.policy.due_s(sequence)
+        self.admission.check(sequence, self)
         self._sequences[sequence.request_id] = sequence
         self.waiting.append(sequence)
+        self.accounts.enter(sequence.tenant_id)
 
     def abort(self, request_id: str, now: float) -> Sequence | None:
         """End a sequence in whatever state it is; ``None`` if there is no such one (it may just have ended)."""
@@ -124,6 +135,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         self.kv_cache_manager.free(sequence)
+        self.accounts.leave(sequence.tenant_id)
         del self._sequences[sequence.request_id]
         self._finished_request_ids.append(sequence.request_id)
         sequence.status = SequenceStatus.FINISHED
@@ -143,18 +155,28 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Choose the tokens of the next step and give them blocks. Nothing counts as computed before ``update``.
 
-        Never empty while a sequence is unfinished.
+        Never empty while a sequence is unfinished. What has missed its deadline ends here, see ``take_expired``.
         """
+        self._expire(now)
         num_new_tokens: dict[Sequence, int] = {}
-        token_budget = self._schedule_running(num_new_tokens)
-        self._admit_waiting(num_new_tokens, token_budget, now)
+        budget = self.policy.step_budget()
+        self._schedule_decodes(num_new_tokens, budget)
+        self._schedule_prefills(num_new_tokens, budget, now)
         if not num_new_tokens:
             return SchedulerOutput(scheduled=[])
         finished_request_ids, self._finished_request_ids = self._finished_request_ids, []
+        kv_stores, kv_loads = self.kv_cache_manager.take_transfers()
         return SchedulerOutput(
             scheduled=[self._scheduled(sequence, count) for sequence, count in num_new_tokens.items()],
             finished_request_ids=finished_request_ids,
+            kv_stores=kv_stores,
+            kv_loads=kv_loads,
         )
+
+    def take_expired(self) -> list[SequenceUpdate]:
+        """Sequences that ended since the last call because nothing of them was scheduled before their deadline."""
+        expired, self._expired = self._expired, []
+        return expired
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput, now: float
@@ -165,10 +187,13 @@ class Scheduler:
             Whatever a caller has to hear about, in scheduled order; a chunk in the middle of a prompt is nothing.
         """
         updates = []
+        self.kv_cache_manager.end_step()
+        if runner_output.poisoned_block_ids:
+            self._contain(runner_output)
         for scheduled in scheduler_output.scheduled:
             sequence = self._sequences.get(scheduled.request_id)
-            if sequence is None:
-                continue  # ended while the step was running
+            if sequence is None or sequence.status is not SequenceStatus.RUNNING:
+                continue  # ended while the step was running, or has to be computed again
             error = runner_output.failed.get(scheduled.request_id)
             if error is not None:
                 self.finish(sequence, "error", now, error=error)
@@ -177,6 +202,7 @@ class Scheduler:
             if sequence.num_computed_tokens < sequence.num_prompt_tokens:
                 sequence.num_chunks += 1
             sequence.num_computed_tokens += scheduled.num_new_tokens
+            self.accounts.charge(sequence.tenant_id, scheduled.num_new_tokens)
             self.kv_cache_manager.cache_blocks(sequence)
             if scheduled.needs_sample:
                 token_id = runner_output.sampled[scheduled.request_id]
@@ -188,6 +214,7 @@ class Scheduler:
     def fail(self, scheduler_output: SchedulerOutput, error: str, now: float) -> list[SequenceUpdate]:
         """Take in a step that could not be executed: its sequences end with an error, all others stay as they are."""
         failed = []
+        self.kv_cache_manager.fail_step(scheduler_output.kv_stores)
         for scheduled in scheduler_output.scheduled:
             sequence = self._sequences.get(scheduled.request_id)
             if sequence is not None:
@@ -197,55 +224,112 @@ class Scheduler:
         self._finished_request_ids[:0] = scheduler_output.finished_request_ids
         return failed
 
-    def _schedule_running(self, num_new_tokens: dict[Sequence, int]) -> int:
-        """Fill in the running sequences; returns the budget that is left."""
-        token_budget = self.config.max_num_batched_tokens
-        # Decodes first: a prefill takes what it gets, a stream must not pause. The sort is stable.
-        for sequence in sorted(self.running, key=lambda sequence: not sequence.is_decoding):
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted for the sake of one before it
-            count = min(sequence.num_uncomputed_tokens, self._max_chunk_tokens, token_budget)
-            if count == 0:
-                break
-            while self.kv_cache_manager.allocate_slots(sequence, count) is None:
-                victim = self.running[-1]
-                token_budget += num_new_tokens.pop(victim, 0)
-                self._preempt(victim)
-                if victim is sequence:
-                    break
-            else:
-                num_new_tokens[sequence] = count
-                token_budget -= count
-        return token_budget
+    def recompute_after_failed_transfers(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Take in that the transfers of a step may not have been made: what relies on them is computed anew, later.
 
-    def _admit_waiting(self, num_new_tokens: dict[Sequence, int], token_budget: int, now: float) -> None:
-        """Admit waiting sequences in order while budget, places and blocks last.
-
-        One that was preempted in this step is in front and needs more blocks than it has set free for others.
+        Returns:
+            The same step without its transfers and without those sequences; it may be empty.
         """
-        if not self.waiting:
-            return
+        self.kv_cache_manager.fail_step(scheduler_output.kv_stores)
+        loaded = {load.block_id for load in scheduler_output.kv_loads}
+        scheduled = []
+        for part in scheduler_output.scheduled:
+            if loaded.isdisjoint(part.block_ids):
+                scheduled.append(part)
+            elif (sequence := self._sequences.get(part.request_id)) is not None:
+                self._preempt(sequence)
+        return SchedulerOutput(scheduled=scheduled, finished_request_ids=scheduler_output.finished_request_ids)
+
+    def _expire(self, now: float) -> None:
+        late = [
+            sequence
+            for sequence in self.waiting
+            if sequence.deadline_s is not None and sequence.deadline_s < now and sequence.first_scheduled_s is None
+        ]
+        for sequence in late:
+            assert sequence.deadline_s is not None, f"{sequence.request_id} is late without a deadline"
+            allowed_ms = (sequence.deadline_s - sequence.arrival_s) * 1e3
+            self.finish(sequence, "error", now, error=f"the deadline of {allowed_ms:.0f} ms passed in the queue")
+            self._expired.append(SequenceUpdate(sequence, []))
+
+    def _schedule_decodes(self, num_new_tokens: dict[Sequence, int], budget: StepBudget) -> None:
+        """Give every stream its token; a prefill takes what is left, but a stream must not pause."""
+        for sequence in list(self.running):
+            # One may have been preempted for the sake of one before it.
+            if sequence.is_decoding and sequence.status is SequenceStatus.RUNNING:
+                assert budget.num_tokens > 0, f"{len(self.running)} sequences run, more than a step has tokens"
+                if self._grow(sequence, 1, num_new_tokens, budget):
+                    budget.add_decode()
+
+    def _schedule_prefills(self, num_new_tokens: dict[Sequence, int], budget: StepBudget, now: float) -> None:
+        """Offer the rest of the step to running prefills and waiting sequences, in the policy's order.
+
+        The first waiting one that finds no blocks ends admission: it must not be overtaken until it starves.
+        """
         manager = self.kv_cache_manager
+        prefills = [sequence for sequence in self.running if not sequence.is_decoding]
+        can_admit = len(self.running) < self.policy.max_num_running
+        candidates = self.policy.order(prefills, self.waiting if can_admit else (), self.accounts, now)
         # What running prefills still need is theirs; one more block each keeps a new one from being preempted at once.
-        num_reserved_blocks = sum(manager.num_missing_blocks(sequence) + 1 for sequence in self.running)
-        while self.waiting and token_budget > 0 and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting[0]
-            computed = manager.get_computed_blocks(sequence)
-            if not manager.can_fit(sequence, computed, num_reserved_blocks):
+        num_reserved_blocks: int | None = None
+        was_running = set(prefills)
+        for sequence in candidates:
+            if budget.num_tokens <= 0:
                 break
-            count = min(sequence.num_tokens - computed.num_tokens, self._max_chunk_tokens, token_budget)
+            if sequence in was_running:
+                if sequence.status is SequenceStatus.RUNNING:  # else preempted for the sake of one before it
+                    context = sequence.num_computed_tokens
+                    count = self.policy.num_chunk_tokens(sequence.num_uncomputed_tokens, context, budget)
+                    if count > 0 and self._grow(sequence, count, num_new_tokens, budget):
+                        budget.add_prefill(count, context)
+                continue
+            if not can_admit:
+                continue
+            if num_reserved_blocks is None:
+                num_reserved_blocks = sum(manager.num_missing_blocks(other) + 1 for other in self.running)
+            computed = manager.get_computed_blocks(sequence)
+            if manager.is_promised(sequence, computed):
+                self.num_waits_for_prefix += 1
+                continue
+            num_uncomputed = sequence.num_tokens - computed.num_tokens
+            count = self.policy.num_chunk_tokens(num_uncomputed, computed.num_tokens, budget)
+            if count <= 0 or not manager.can_fit(sequence, computed, num_reserved_blocks):
+                can_admit = False
+                continue
             new_blocks = manager.allocate_slots(sequence, count, computed)
             assert new_blocks is not None, f"{sequence.request_id} fits, but gets no blocks"
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            sequence.num_computed_tokens = computed.num_tokens
-            if sequence.first_scheduled_s is None:
-                sequence.first_scheduled_s = now
-                sequence.num_cached_tokens = computed.num_tokens
+            self._admit(sequence, computed.num_tokens, now)
             num_new_tokens[sequence] = count
-            token_budget -= count
+            budget.add_prefill(count, computed.num_tokens)
             num_reserved_blocks += manager.num_missing_blocks(sequence) + 1
+            can_admit = len(self.running) < self.policy.max_num_running
+
+    def _grow(self, sequence: Sequence, count: int, num_new_tokens: dict[Sequence, int], budget: StepBudget) -> bool:
+        """Plan ``count`` tokens of a running sequence, preempting others for its blocks; False if it was itself."""
+        while self.kv_cache_manager.allocate_slots(sequence, count) is None:
+            lowest = min(other.priority for other in self.running)
+            victim = next(other for other in reversed(self.running) if other.priority == lowest)
+            budget.give_back(num_new_tokens.pop(victim, 0))
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        num_new_tokens[sequence] = count
+        return True
+
+    def _admit(self, sequence: Sequence, num_computed_tokens: int, now: float) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.num_computed_tokens = num_computed_tokens
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now
+            sequence.num_cached_tokens = num_computed_tokens
+
+    def _contain(self, runner_output: ModelRunnerOutput) -> None:
+        """Values that were not finite reached some blocks: forget these, and compute anew who relies on them."""
+        for request_id in sorted(self.kv_cache_manager.drop_blocks(runner_output.poisoned_block_ids)):
+            if request_id not in runner_output.failed:
+                self._preempt(self._sequences[request_id])
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take back all blocks; the sequence computes its tokens again later, or finds them still cached."""
@@ -281,16 +365,6 @@ class Scheduler:
         elif sequence.num_output_tokens >= sampling.max_tokens or sequence.num_tokens >= self.max_model_len:
             self.finish(sequence, "length", now)
 
-    def _retry_after_s(self) -> float:
-        """Time to prefill what waits now: when that is done, there is certainly a place."""
-        total_s = 0.0
-        for sequence in self.waiting:
-            predicted_s = self.cost_model.predict_s(sequence.num_tokens, 0) if self.cost_model else None
-            if predicted_s is None:
-                return UNKNOWN_RETRY_AFTER_S
-            total_s += predicted_s
-        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, total_s))
-
     def check_integrity(self) -> None:
         """Assert that queues, sequences, block tables and pool add up. Call it between steps."""
         known = [*self.running, *self.waiting]
@@ -303,6 +377,6 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING, f"{sequence.request_id} waits as {sequence.status}"
             assert sequence.num_computed_tokens == 0, f"{sequence.request_id} waits with computed tokens"
-        max_num_running = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        max_num_running = self.policy.max_num_running
         assert len(self.running) <= max_num_running, f"{len(self.running)} sequences run, {max_num_running} may"
         self.kv_cache_manager.check_integrity(self.running)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.sampling_params import SamplingParams
+from engine.second_tier import KVTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class SchedulerOutput:
     """Running sequences first, then newly admitted ones."""
     finished_request_ids: list[str] = field(default_factory=list)
     """Ended since the last executed step (finished, aborted, failed); the runner may drop state it keeps for them."""
+    kv_stores: list[KVTransfer] = field(default_factory=list)
+    """Blocks to copy to the second tier before anything else."""
+    kv_loads: list[KVTransfer] = field(default_factory=list)
+    """Blocks to copy from it, after that and before anything is computed."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,3 +85,5 @@ class ModelRunnerOutput:
     """``request_id`` to error text, for sequences that failed alone; they need no sampled token."""
     logprobs: Mapping[str, SampledLogprobs] = field(default_factory=dict)
     """``request_id`` to log probabilities, for sequences that ask for them."""
+    poisoned_block_ids: list[int] = field(default_factory=list)
+    """Blocks in which values were not finite; the runner has cleared them, so they hold no prefix any more."""

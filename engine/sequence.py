@@ -30,6 +30,12 @@ class Sequence:
     cache_salt: str
     arrival_s: float
     """Clock of the engine, as all times below; ``None`` is not yet."""
+    tenant_id: str = ""
+    """Whom its tokens are charged to; empty is the salt, of which every tenant has its own."""
+    priority: int = 0
+    """A higher one goes first."""
+    deadline_s: float | None = None
+    """When the first token has to be there; one that has not been scheduled by then ends with an error."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     token_ids: list[int] = field(init=False)
@@ -40,6 +46,12 @@ class Sequence:
     """Chain over the full blocks of ``token_ids``, extended by the KV cache manager when it needs it."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first scheduled."""
+    num_public_blocks: int | None = None
+    """Leading blocks that are shared with all tenants; ``None`` before the KV cache manager has looked."""
+    due_s: float = 0.0
+    """Order among waiting sequences of one priority and tenant, set by the scheduling policy when it is added."""
+    max_tokens_asked: int | None = None
+    """What ``max_tokens`` was before it was reduced to the room left in the window; ``None`` where it was not."""
 
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -58,6 +70,7 @@ class Sequence:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids must not be empty")
         self.token_ids = list(self.prompt_token_ids)
+        self.tenant_id = self.tenant_id or self.cache_salt
 
     @classmethod
     def from_request(cls, request: GenerateRequest, arrival_s: float) -> "Sequence":
@@ -72,6 +85,9 @@ class Sequence:
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             arrival_s=arrival_s,
+            tenant_id=request.tenant_id,
+            priority=request.priority,
+            deadline_s=None if request.deadline_ms is None else arrival_s + request.deadline_ms / 1e3,
         )
 
     @property

@@ -10,9 +10,18 @@
       ShutdownRequest -------------------------------------------->
 """
 
+from typing import Any
+
 import msgspec
 
-from engine.errors import EngineError, ModelError, PromptTooLongError, QueueFullError
+from engine.errors import (
+    AdmissionError,
+    EngineError,
+    ModelError,
+    OutputTooLongError,
+    PromptTooLongError,
+    QueueFullError,
+)
 from engine.outputs import AbortRequest, EngineStats, GenerateRequest, ModelInfo, RequestOutput
 
 
@@ -25,8 +34,8 @@ class WireError(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     message: str
-    values: dict[str, int | float] = {}
-    """Arguments of exceptions that carry numbers."""
+    values: dict[str, int | float | str | bool] = {}
+    """Arguments of exceptions that carry more than a text."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -66,11 +75,19 @@ def to_wire_error(error: BaseException) -> WireError:
     """``error`` as a value. Classes that callers tell apart keep their kind; all others become an EngineError."""
     match error:
         case QueueFullError():
-            values: dict[str, int | float] = {"num_waiting": error.num_waiting, "retry_after_s": error.retry_after_s}
-            return WireError(kind="queue_full", message=str(error), values=values)
+            return _wire_error("queue_full", error, num_waiting=error.num_waiting, retry_after_s=error.retry_after_s)
+        case AdmissionError():
+            return _wire_error("admission", error, reason=error.reason, retry_after_s=error.retry_after_s)
         case PromptTooLongError():
-            values = {"num_prompt_tokens": error.num_prompt_tokens, "max_model_len": error.max_model_len}
-            return WireError(kind="prompt_too_long", message=str(error), values=values)
+            return _wire_error(
+                "prompt_too_long",
+                error,
+                num_prompt_tokens=error.num_prompt_tokens,
+                max_model_len=error.max_model_len,
+                is_input_limit=error.is_input_limit,
+            )
+        case OutputTooLongError():
+            return _wire_error("output_too_long", error, max_tokens=error.max_tokens, room=error.room)
         case ModelError():
             return WireError(kind="model", message=str(error))
         case ValueError():
@@ -82,14 +99,25 @@ def to_wire_error(error: BaseException) -> WireError:
 
 def to_exception(error: WireError) -> Exception:
     """The exception that ``to_wire_error`` was given, or an EngineError with its text."""
+    values: dict[str, Any] = error.values
     match error.kind:
         case "queue_full":
-            return QueueFullError(int(error.values["num_waiting"]), error.values["retry_after_s"])
+            return QueueFullError(values["num_waiting"], values["retry_after_s"])
+        case "admission":
+            return AdmissionError.from_message(error.message, values["reason"], values["retry_after_s"])
         case "prompt_too_long":
-            return PromptTooLongError(int(error.values["num_prompt_tokens"]), int(error.values["max_model_len"]))
+            return PromptTooLongError(
+                values["num_prompt_tokens"], values["max_model_len"], is_input_limit=values["is_input_limit"]
+            )
+        case "output_too_long":
+            return OutputTooLongError(values["max_tokens"], values["room"])
         case "model":
             return ModelError(error.message)
         case "value":
             return ValueError(error.message)
         case _:
             return EngineError(error.message)
+
+
+def _wire_error(kind: str, error: Exception, **values: int | float | str | bool) -> WireError:
+    return WireError(kind=kind, message=str(error), values=values)

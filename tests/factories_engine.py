@@ -8,7 +8,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from engine.block_hash import CacheKey
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
 from engine.cost_model import PrefillCostModel
 from engine.kv_cache_manager import KVCacheManager
 from engine.llm_engine import LLMEngine
@@ -46,6 +46,8 @@ def make_sequence(
     ignore_eos: bool = False,
     cache_salt: str = "tenant",
     arrival_s: float = 0.0,
+    priority: int = 0,
+    deadline_s: float | None = None,
 ) -> Sequence:
     """A waiting sequence; a prompt given as a number is that many tokens 0, 1, 2, ..."""
     return Sequence(
@@ -56,6 +58,8 @@ def make_sequence(
         ),
         cache_salt=cache_salt,
         arrival_s=arrival_s,
+        priority=priority,
+        deadline_s=deadline_s,
     )
 
 
@@ -68,6 +72,7 @@ def make_request(
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
     cache_salt: str = "tenant",
+    deadline_ms: float | None = None,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=request_id,
@@ -76,17 +81,25 @@ def make_request(
             max_tokens=max_tokens, temperature=0.0, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
         ),
         cache_salt=cache_salt,
+        deadline_ms=deadline_ms,
     )
 
 
 def make_kv_cache_manager(
-    *, num_blocks: int = 64, block_size: int = 4, enable_prefix_caching: bool = True
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    enable_prefix_caching: bool = True,
+    public_prefixes: Iterable[SequenceOf[int]] = (),
+    num_second_tier_blocks: int = 0,
 ) -> KVCacheManager:
     return KVCacheManager(
         num_blocks=num_blocks,
         block_size=block_size,
         cache_key=make_cache_key(),
         enable_prefix_caching=enable_prefix_caching,
+        public_prefixes=public_prefixes,
+        num_second_tier_blocks=num_second_tier_blocks,
     )
 
 
@@ -101,21 +114,34 @@ def make_scheduler(
     max_model_len: int = 256,
     eos_token_ids: Iterable[int] = (),
     enable_prefix_caching: bool = True,
+    public_prefixes: Iterable[SequenceOf[int]] = (),
+    num_second_tier_blocks: int = 0,
     cost_model: PrefillCostModel | None = None,
+    admission: AdmissionConfig | None = None,
+    ageing_ms_per_token: float = 0.0,
+    **config: object,
 ) -> Scheduler:
+    """A scheduler that without ``ageing_ms_per_token`` serves in order of arrival."""
     return Scheduler(
         SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             long_prefill_token_threshold=long_prefill_token_threshold,
             max_num_waiting=max_num_waiting,
+            ageing_ms_per_token=ageing_ms_per_token,
+            **config,  # type: ignore[arg-type]
         ),
         make_kv_cache_manager(
-            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            public_prefixes=public_prefixes,
+            num_second_tier_blocks=num_second_tier_blocks,
         ),
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         cost_model=cost_model,
+        admission=admission,
     )
 
 
@@ -199,13 +225,26 @@ class FakeModelRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots = [b"never written"] * (num_blocks * block_size)
+        self.tier: dict[int, list[bytes]] = {}
+        """Second tier: what each of its slots holds."""
         self.steps: list[SchedulerOutput] = []
         self.fail_next_step = False
         self.failing_request_ids: set[str] = set()
         """Sequences that fail alone."""
+        self.poisoned_block_ids: list[int] = []
+        """Told with the next step, and cleared then."""
+        self.raising_request_ids: set[str] = set()
+        """A step that holds one of these raises."""
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self.steps.append(scheduler_output)
+        size = self.block_size
+        for store in scheduler_output.kv_stores:
+            self.tier[store.slot] = self.slots[store.block_id * size : (store.block_id + 1) * size]
+        for load in scheduler_output.kv_loads:
+            self.slots[load.block_id * size : (load.block_id + 1) * size] = self.tier[load.slot]
+        if self.raising_request_ids.intersection(part.request_id for part in scheduler_output.scheduled):
+            raise MemoryError("the fake device is full")
         if self.fail_next_step:
             self.fail_next_step = False
             for scheduled in scheduler_output.scheduled:
@@ -226,7 +265,8 @@ class FakeModelRunner:
             elif scheduled.needs_sample:
                 past = [self.slots[self._slot(scheduled.block_ids, i)] for i in range(scheduled.context_len)]
                 sampled[scheduled.request_id] = _sample(past)
-        return ModelRunnerOutput(sampled=sampled, failed=failed)
+        poisoned, self.poisoned_block_ids = self.poisoned_block_ids, []
+        return ModelRunnerOutput(sampled=sampled, failed=failed, poisoned_block_ids=poisoned)
 
     def _slot(self, block_ids: list[int], position: int) -> int:
         return block_ids[position // self.block_size] * self.block_size + position % self.block_size

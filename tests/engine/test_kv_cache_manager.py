@@ -163,7 +163,7 @@ def test_free_of_a_sequence_without_blocks_is_harmless() -> None:
 def test_without_prefix_caching_nothing_is_shared() -> None:
     manager = make_kv_cache_manager(enable_prefix_caching=False)
     compute(manager, make_sequence(12, request_id="a"))
-    assert manager.get_computed_blocks(make_sequence(12, request_id="b")) == ([], 0)
+    assert manager.get_computed_blocks(make_sequence(12, request_id="b")) == ([], 0, ())
 
 
 def test_reset_waits_until_no_sequence_holds_blocks() -> None:
@@ -178,7 +178,9 @@ def test_reset_waits_until_no_sequence_holds_blocks() -> None:
 
 def test_a_hash_collision_is_a_miss_and_ends_caching_of_that_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     # The worst hash there is: every block of one depth has the same one.
-    def forged(hashed_blocks: list[HashedBlock], token_ids: list[int], block_size: int, extra: bytes) -> None:
+    def forged(
+        hashed_blocks: list[HashedBlock], token_ids: list[int], block_size: int, extra: bytes, **_: object
+    ) -> None:
         for index in range(len(hashed_blocks), len(token_ids) // block_size):
             tokens = tuple(token_ids[index * block_size : (index + 1) * block_size])
             parent = BlockHash(bytes([index]) * 32)

@@ -129,8 +129,8 @@ def test_timings_come_with_the_first_and_the_last_token_and_add_up() -> None:
     assert middle.timings is None
     assert first.timings is not None
     assert last.timings is not None
-    assert msgspec.structs.astuple(first.timings) == (1000, 2000, 0, 2, 0)
-    assert msgspec.structs.astuple(last.timings) == (1000, 2000, 4000, 2, 0)
+    assert msgspec.structs.astuple(first.timings) == (1000, 2000, 0, 2, 0, 8, 0, 4.0)
+    assert msgspec.structs.astuple(last.timings) == (1000, 2000, 4000, 2, 0, 8, 0, 4.0)
 
 
 def test_output_of_one_token_has_timings_once() -> None:
@@ -212,24 +212,37 @@ def test_info_tells_the_window_that_the_cache_admits() -> None:
     assert make_engine(num_blocks=64, block_size=4, max_model_len=100).info.max_model_len == 100
 
 
-def test_exception_while_executing_ends_the_sequences_of_that_step_only() -> None:
+def test_step_that_fails_once_is_computed_again_in_parts() -> None:
     runner = FakeModelRunner(64, 4)
     engine = make_engine(runner, max_num_batched_tokens=16)
     engine.add_request(make_request(20, request_id="a", ignore_eos=True))
     engine.add_request(make_request(range(50, 60), request_id="b", ignore_eos=True))
-    engine.step()
-    runner.fail_next_step = True
-    outputs = engine.step()
-    assert [(output.request_id, output.finish_reason, output.error) for output in outputs] == [
-        ("a", "error", "RuntimeError: the fake device is lost"),
-        ("b", "error", "RuntimeError: the fake device is lost"),
+    first = engine.step()
+    runner.fail_next_step = True  # and writes garbage into the blocks
+    outputs = run_to_end(engine)
+    for output in first:
+        outputs[output.request_id].insert(0, output)
+    assert tokens_of(outputs["a"]) == fake_generate(range(20), 8)
+    assert tokens_of(outputs["b"]) == fake_generate(range(50, 60), 8)
+    assert engine.stats().num_retried_steps == 1
+
+
+def test_sequence_that_cannot_be_computed_ends_and_its_blocks_are_not_found() -> None:
+    runner = FakeModelRunner(64, 4)
+    engine = make_engine(runner, max_num_batched_tokens=16)
+    for name, prompt in (("a", range(20)), ("bad", range(100, 110)), ("b", range(50, 60)), ("c", range(70, 73))):
+        engine.add_request(make_request(prompt, request_id=name, ignore_eos=True))
+    first = engine.step()
+    runner.raising_request_ids = {"bad"}
+    outputs = run_to_end(engine)
+    for output in first:
+        outputs[output.request_id].insert(0, output)
+    assert [(output.finish_reason, output.error) for output in outputs["bad"]] == [
+        ("error", "MemoryError: the fake device is full")
     ]
-    engine.scheduler.check_integrity()
+    for name, prompt in (("a", range(20)), ("b", range(50, 60)), ("c", range(70, 73))):
+        assert tokens_of(outputs[name]) == fake_generate(prompt, 8)
     assert engine.stats().kv_cache_usage == 0
-    # Sixteen tokens were computed before the failure; the garbage written by the failed step is never found.
-    outputs_again = generate(engine, make_request(20, request_id="a", ignore_eos=True))["a"]
-    assert outputs_again[0].num_cached_tokens == 16
-    assert tokens_of(outputs_again) == fake_generate(range(20), 8)
 
 
 def test_sequence_not_in_the_failed_step_goes_on() -> None:

@@ -72,7 +72,7 @@ def test_decode_is_served_before_prefills_that_were_admitted_earlier() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8, long_prefill_token_threshold=6)
     runner = make_runner(scheduler)
     add(scheduler, make_sequence(40, request_id="long"), make_sequence([1, 2], request_id="short", ignore_eos=True))
-    assert list(run_step(scheduler, runner).items()) == [("long", 6), ("short", 2)]
+    assert run_step(scheduler, runner) == {"long": 6, "short": 2}
     for _ in range(4):
         assert list(run_step(scheduler, runner).items()) == [("short", 1), ("long", 6)]
 
@@ -124,14 +124,36 @@ def test_another_tenant_computes_the_whole_prompt() -> None:
     assert other.num_cached_tokens == 0
 
 
-def test_equal_prompts_in_one_step_are_both_computed() -> None:
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
     scheduler = make_scheduler()
     runner = make_runner(scheduler)
-    first = make_sequence(9, request_id="a", ignore_eos=True)
-    second = make_sequence(9, request_id="b", ignore_eos=True)
+    first = make_sequence(9, request_id="a", max_tokens=2, ignore_eos=True)
+    second = make_sequence(9, request_id="b", max_tokens=2, ignore_eos=True)
     add(scheduler, first, second)
-    run_to_end(scheduler, runner)
-    assert first.output_token_ids == second.output_token_ids == fake_generate(list(range(9)), 8)
+    assert run_to_end(scheduler, runner) == [{"a": 9}, {"a": 1, "b": 1}, {"b": 1}]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
+    assert first.output_token_ids == second.output_token_ids == fake_generate(list(range(9)), 2)
+
+
+def test_a_prompt_waits_only_for_the_part_that_another_is_computing() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    runner = make_runner(scheduler)
+    add(scheduler, make_sequence(24, request_id="a", max_tokens=1))
+    add(scheduler, make_sequence([*range(8), 90, 91, 92], request_id="b", max_tokens=1))
+    steps = run_to_end(scheduler, runner)
+    assert steps[0] == {"a": 8}
+    assert sum(step.get("b", 0) for step in steps) == 3
+
+
+def test_when_the_one_that_others_wait_for_is_gone_the_next_one_computes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    runner = make_runner(scheduler)
+    for name in ("a", "b", "c"):
+        add(scheduler, make_sequence(20, request_id=name, max_tokens=1))
+    assert run_step(scheduler, runner) == {"a": 8}
+    scheduler.abort("a", now=0.0)
+    assert run_step(scheduler, runner) == {"b": 8}  # the first eight tokens are cached
+    assert [step.get("c", 0) for step in run_to_end(scheduler, runner)] == [0, 4]
 
 
 def test_youngest_is_preempted_and_computes_the_same_tokens() -> None:

@@ -16,7 +16,16 @@ def test_parts_of_a_finished_request_are_between_its_moments_and_add_up() -> Non
     sequence.num_chunks = 4
     sequence.num_preemptions = 2
     timings = request_timings(sequence)
-    assert timings == RequestTimings(queue_ms=500, prefill_ms=1500, decode_ms=250, num_chunks=4, num_preemptions=2)
+    assert timings == RequestTimings(
+        queue_ms=500,
+        prefill_ms=1500,
+        decode_ms=250,
+        num_chunks=4,
+        num_preemptions=2,
+        input_tokens=4,
+        effective_tokens_per_s=pytest.approx(4 / 1.5),
+    )
+    assert timings.compute_ms == timings.prefill_ms
     assert timings.queue_ms + timings.prefill_ms + timings.decode_ms == pytest.approx((3.25 - 1.0) * 1e3)
 
 
