@@ -9,12 +9,16 @@ import torch
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of one step, shared by all its layers; each (num_tokens, 1, head_dim)."""
+    """Cosines and sines of one step, shared by all its layers; the first two (num_tokens, 1, head_dim)."""
 
     cos: torch.Tensor
     """Both halves alike."""
     sin: torch.Tensor
     """First half negated: ``y = x * cos + swap_halves(x) * sin``."""
+    half_cos: torch.Tensor
+    """(num_tokens, head_dim / 2), fp32, contiguous: for the fused kernels."""
+    half_sin: torch.Tensor
+    """Likewise, nothing negated."""
 
 
 def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> RotaryTables:
@@ -28,7 +32,10 @@ def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.
     angles = positions.to(torch.float32)[:, None] * inv_freq.to(torch.float32)
     cos, sin = angles.cos(), angles.sin()
     return RotaryTables(
-        torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype)
+        cos=torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
+        sin=torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
+        half_cos=cos,
+        half_sin=sin,
     )
 
 

@@ -6,8 +6,8 @@ from engine.model_spec import ModelSpec
 from engine.models.layers import Linear, WeightSlots
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.rms_norm import rms_norm
-from kernels.rotary import RotaryTables, rotary
-from kernels.store_kv import store_kv
+from kernels.rotary import RotaryTables
+from kernels.rotary_store import rotary_store
 
 
 class SelfAttention:
@@ -84,13 +84,10 @@ class SelfAttention:
         qkv = self.qkv(x)
         qk = qkv[:, : self._qk_size].view(num_tokens, self._num_heads + self._num_kv_heads, -1)
         v = qkv[:, self._qk_size :].view(num_tokens, self._num_kv_heads, -1)
+        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            q = rotary(rms_norm(qk[:, : self._num_heads], self.q_norm, self._eps), tables)
-            k = rotary(rms_norm(qk[:, self._num_heads :], self.k_norm, self._eps), tables)
-        else:
-            qk = rotary(qk, tables)
-            q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-        store_kv(k, v, kv_cache, metadata.slot_mapping)
+            q, k = rms_norm(q, self.q_norm, self._eps), rms_norm(k, self.k_norm, self._eps)
+        q, k = rotary_store(q, k, v, tables, kv_cache, metadata.slot_mapping)
         attended = self._backend.attend(
             q, k, v, kv_cache, metadata, self._scale, window=self._window, softcap=self._softcap
         )

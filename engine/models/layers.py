@@ -17,7 +17,7 @@ from engine.cpu_runtime import lazy_zeros
 from engine.model_spec import Activation, ModelSpec
 from engine.rope_spec import RopeSpec
 from kernels.gelu_mul import gelu_tanh_mul
-from kernels.linear import linear, pack_weight
+from kernels.linear import Weight, linear, pack_weight
 from kernels.silu_mul import silu_mul
 
 WeightSlots = dict[str, torch.Tensor]
@@ -35,7 +35,7 @@ class Linear:
         """Allocate, to be filled; ``out_features`` has one entry per projection."""
         self._sizes = list(out_features)
         total = sum(self._sizes)
-        self.weight = lazy_zeros((total, in_features), dtype=dtype, device=device)
+        self.weight: Weight = lazy_zeros((total, in_features), dtype=dtype, device=device)
         self.bias = lazy_zeros((total,), dtype=dtype, device=device) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,10 +44,12 @@ class Linear:
 
     def pack(self) -> None:
         """Lay the filled weights out for the processor; ``slots`` is of no use afterwards."""
+        assert isinstance(self.weight, torch.Tensor), "the weights are packed already"
         self.weight = pack_weight(self.weight)
 
     def slots(self, *names: str) -> WeightSlots:
         """Where the weights (and biases) of the named projections go, in the order of ``out_features``."""
+        assert isinstance(self.weight, torch.Tensor), "packed weights have no slots"
         slots = {
             f"{name}.weight": part for name, part in zip(names, torch.split(self.weight, self._sizes), strict=True)
         }

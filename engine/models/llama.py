@@ -13,7 +13,7 @@ from engine.models.attention import SelfAttention
 from engine.models.decoder import DecoderModel
 from engine.models.layers import GatedMLP, WeightSlots
 from kernels.attention import AttentionBackend, AttentionMetadata
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import add_rms_norm_, rms_norm
 from kernels.rotary import RotaryTables
 
 
@@ -62,8 +62,7 @@ class LlamaLayer:
         attended = self.attention.attend(rms_norm(residual, self.input_norm, self.eps), tables, kv_cache, metadata)
         if output_rows is not None:
             residual, attended = residual[output_rows], attended[output_rows]
-        residual += self.attention.o(attended)
-        residual += self.mlp(rms_norm(residual, self.post_norm, self.eps))
+        residual += self.mlp(add_rms_norm_(residual, self.attention.o(attended), self.post_norm, self.eps))
         return residual
 
 

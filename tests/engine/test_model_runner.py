@@ -19,6 +19,7 @@ from engine.errors import ModelError
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import SchedulerOutput
+from kernels.attention import get_attention_backend
 from kernels.capabilities import default_dtype
 
 NUM_TOKENS = 12
@@ -146,7 +147,8 @@ def test_all_sequences_failing_is_no_exception(folder: Path) -> None:
 
 def test_info_describes_the_model(folder: Path) -> None:
     info = make_runner(folder, num_blocks=9, max_model_len=100).info
-    assert (info.architecture, info.dtype, info.attention_backend) == ("llama", "fp32", "sdpa")
+    expected = get_attention_backend(dtype=torch.float32).name
+    assert (info.architecture, info.dtype, info.attention_backend) == ("llama", "fp32", expected)
     assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim) == (2, 4, 2, 64)
     assert (info.block_size, info.num_blocks, info.max_model_len, info.vocab_size) == (16, 9, 100, 128)
     assert info.num_parameters == make_llama().num_parameters()

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from factories_kernels import get_backend
 from factories_model import AttentionCase
 
 from kernels.attention import ATTENTION_BACKENDS, AttentionMetadata, get_attention_backend, sdpa
 from kernels.attention.reference import attention_ref
 from kernels.capabilities import probe_capabilities
+from kernels.native.library import native_kernels
 
 MIXED = ((1, 1, 1, 17, 40, 5), (0, 33, 300, 0, 100, 16))
 
@@ -31,7 +33,7 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def _attend(
     backend: str, case: AttentionCase, *, window: int | None = None, softcap: float | None = None
 ) -> torch.Tensor:
-    attention = get_attention_backend(backend, dtype=case.q.dtype)
+    attention = get_backend(backend, case.q.dtype)
     metadata = attention.prepare(case.metadata, dtype=case.q.dtype)
     return attention.attend(case.q, case.k, case.v, case.kv_cache, metadata, case.scale, window=window, softcap=softcap)
 
@@ -98,6 +100,8 @@ def test_reference_sees_no_key_before_the_window() -> None:
 def test_backend_errs_at_most_twice_as_much_as_plain_torch(
     backend: str, dtype: torch.dtype, batch: str, magnitude: float
 ) -> None:
+    if backend == "native" and dtype == torch.float16:
+        pytest.skip("native attention computes fp32 and bf16")
     case = AttentionCase(*BATCHES[batch], num_heads=9, num_kv_heads=3, dtype=dtype, magnitude=magnitude)
     expected = attention_ref(case.q, case.kv_cache, case.metadata, case.scale)
     actual = _attend(backend, case)
@@ -113,18 +117,18 @@ def test_backend_takes_other_head_and_block_sizes(backend: str, head_dim: int, b
     torch.testing.assert_close(_attend(backend, case), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "tiled"])
+@pytest.mark.parametrize("backend", ["sdpa", "tiled", "native"])
 def test_result_of_a_sequence_does_not_depend_on_the_rest_of_the_batch(backend: str) -> None:
     case = AttentionCase((1, 150), (200, 100))
     alone = AttentionMetadata.build([150], [100], [case.metadata.block_tables[1].tolist()], case.metadata.block_size)
-    attention = get_attention_backend(backend, dtype=torch.float32)
+    attention = get_backend(backend, torch.float32)
     together = _attend(backend, case)[1:]
     prepared = attention.prepare(alone, dtype=torch.float32)
     single = attention.attend(case.q[1:], case.k[1:], case.v[1:], case.kv_cache, prepared, case.scale)
     assert torch.equal(together, single)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "tiled"])
+@pytest.mark.parametrize("backend", ["sdpa", "tiled", "native"])
 def test_large_scores_keep_their_order_in_bf16(backend: str) -> None:
     # scores around 300, where bf16 steps by 2: only differences count, and those are far smaller
     case = AttentionCase((256,), (0,), num_heads=2, num_kv_heads=1, dtype=torch.bfloat16)
@@ -147,14 +151,26 @@ def test_masked_rows_of_other_devices_agree_with_the_joined_softmaxes(query_len:
     torch.testing.assert_close(masked, joined, rtol=1e-5, atol=1e-5)
 
 
-def test_default_backend_follows_dtype_and_processor() -> None:
-    assert get_attention_backend(dtype=torch.float32).name == "sdpa"
-    expected = "tiled" if probe_capabilities().has_cpu_bf16 else "sdpa"
-    assert get_attention_backend(dtype=torch.bfloat16).name == expected
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_default_backend_follows_dtype_and_processor(dtype: torch.dtype) -> None:
+    kernels = native_kernels()
+    expected = "tiled" if dtype == torch.bfloat16 and probe_capabilities().has_cpu_bf16 else "sdpa"
+    if kernels is not None and dtype != torch.float16:
+        expected = f"native ({kernels.isa})"
+    assert get_attention_backend(dtype=dtype).name == expected
+
+
+def test_native_backend_refuses_what_it_cannot_compute() -> None:
+    with pytest.raises(ValueError, match=r"computes fp32 and bf16 on a CPU, not torch.float16 on cpu"):
+        get_attention_backend("native", dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"not torch.float32 on cuda"):
+        get_attention_backend("native", dtype=torch.float32, device="cuda")
 
 
 def test_unknown_backend_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ValueError, match=r"unknown attention backend 'magic'; there are reference, sdpa, tiled"):
+    with pytest.raises(
+        ValueError, match=r"unknown attention backend 'magic'; there are reference, sdpa, tiled, native"
+    ):
         get_attention_backend("magic", dtype=torch.float32)
 
 

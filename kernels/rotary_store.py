@@ -1,0 +1,86 @@
+"""Rotary embedding of new queries and keys and the store of keys and values into the paged cache, in one pass."""
+
+import torch
+
+from kernels.native.library import RotaryStoreArgs, dtype_code, kernels_for
+from kernels.rotary import RotaryTables, rotary, rotary_ref
+from kernels.store_kv import store_kv, store_kv_ref
+
+
+def rotary_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: RotaryTables,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn queries and keys, store keys and values; ``q`` and ``k`` may be overwritten.
+
+    Args:
+        q: (num_tokens, num_heads, head_dim), strided heads with a contiguous last dimension.
+        k, v: (num_tokens, num_kv_heads, head_dim), likewise, dtype of ``kv_cache``.
+        tables: of the same tokens, in the dtype of ``q``.
+        kv_cache: (2, num_blocks, block_size, num_kv_heads, head_dim), contiguous; see ``store_kv``.
+        slot_mapping: (num_tokens,), int64, contiguous.
+
+    Returns:
+        The turned queries and keys, shapes as given.
+    """
+    kernels = kernels_for(q)
+    is_dense = q.stride(2) == k.stride(2) == v.stride(2) == 1
+    if kernels is None or not is_dense or q.shape[2] % 2:
+        q, k = rotary(q, tables), rotary(k, tables)
+        store_kv(k, v, kv_cache, slot_mapping)
+        return q, k
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    assert kv_cache.is_contiguous(), "the KV cache must be contiguous"
+    assert k.shape == v.shape == (slot_mapping.shape[0], *kv_cache.shape[3:]), (
+        f"k {tuple(k.shape)}, v {tuple(v.shape)}, {slot_mapping.shape[0]} slots, cache {tuple(kv_cache.shape)}"
+    )
+    assert k.shape == (num_tokens, num_kv_heads, head_dim), f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+    assert q.dtype == k.dtype == v.dtype == kv_cache.dtype, (
+        f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}, the cache is {kv_cache.dtype}"
+    )
+    assert tables.half_cos.shape == (num_tokens, head_dim // 2), f"tables {tuple(tables.half_cos.shape)}"
+    keys, values = kv_cache[0], kv_cache[1]
+    arguments = RotaryStoreArgs(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        cos=tables.half_cos.data_ptr(),
+        sin=tables.half_sin.data_ptr(),
+        k_cache=keys.data_ptr(),
+        v_cache=values.data_ptr(),
+        slots=slot_mapping.data_ptr(),
+        num_tokens=num_tokens,
+        q_token_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        k_token_stride=k.stride(0),
+        k_head_stride=k.stride(1),
+        v_token_stride=v.stride(0),
+        v_head_stride=v.stride(1),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype_code(q.dtype),
+        num_threads=torch.get_num_threads(),
+    )
+    kernels.call("rotary_store", arguments)
+    return q, k
+
+
+def rotary_store_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by the formulas in fp32; the cache takes the keys in its own dtype. Returns fp32."""
+    q, k = rotary_ref(q, positions, inv_freq), rotary_ref(k, positions, inv_freq)
+    store_kv_ref(k.to(kv_cache.dtype), v, kv_cache, slot_mapping)
+    return q, k
