@@ -140,7 +140,10 @@ class AdmissionController:
     ) -> None:
         if num_waiting_tokens + num_new_tokens > limit:
             whose = "of this tenant " if reason == "tenant_queue" else ""
-            text = f"{num_waiting_tokens} prompt tokens {whose}wait already, with {num_new_tokens} more the limit of {limit} is passed"
+            text = (
+                f"{num_waiting_tokens} prompt tokens {whose}wait already, "
+                f"{num_new_tokens} more would pass the limit of {limit}"
+            )
             self._refuse(text, reason, self.retry_after_s(queues))
 
     def _check_deadline(self, sequence: Sequence, queues: Queues) -> None:

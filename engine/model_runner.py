@@ -19,6 +19,7 @@ from engine.outputs import ModelInfo
 from engine.sampler import LogprobRows, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
+from engine.second_tier_memory import SecondTierMemory
 from engine.weights import open_checkpoint, weights_digest
 from kernels.attention import get_attention_backend
 from kernels.capabilities import default_dtype
@@ -67,10 +68,19 @@ class ModelRunner:
         self._processors = LogitsProcessors(eos_token_ids=eos_token_ids, grammars=grammars, device=self.device)
         self.kv_cache = KVCache(
             self.spec,
-            num_blocks=num_kv_blocks(self.spec, config.cache, self.dtype),
+            num_blocks=num_kv_blocks(
+                self.spec,
+                config.cache,
+                self.dtype,
+                max_num_tokens=config.scheduler.max_num_seqs * self.max_model_len,
+                device=self.device,
+            ),
             block_size=config.cache.block_size,
             dtype=self.dtype,
             device=self.device,
+        )
+        self._second_tier = (
+            SecondTierMemory(config.cache, self.kv_cache) if config.cache.second_tier != "none" else None
         )
         self.info = ModelInfo(
             model=str(model_path),
@@ -89,6 +99,7 @@ class ModelRunner:
             num_blocks=self.kv_cache.num_blocks,
             weights_digest=weights_digest(model_path),
             attention_backend=self._attention.name,
+            num_second_tier_blocks=self._second_tier.num_slots if self._second_tier is not None else 0,
         )
         self._warm_up()
 
@@ -102,6 +113,8 @@ class ModelRunner:
         self._processors.forget(scheduler_output.finished_request_ids)
         if not scheduler_output.scheduled:
             return ModelRunnerOutput(sampled={})
+        if self._second_tier is not None:
+            self._second_tier.execute(scheduler_output.kv_stores, scheduler_output.kv_loads)
         batch = InputBatch.from_scheduler_output(
             scheduler_output, block_size=self.kv_cache.block_size, device=self.device
         )
@@ -167,16 +180,17 @@ class ModelRunner:
     def _sample_finite(self, batch: InputBatch, logits: torch.Tensor, is_finite: list[bool]) -> ModelRunnerOutput:
         """Fail the sequences whose logits overflowed and leave no trace of them in blocks that others will use."""
         failed = {}
+        poisoned: list[int] = []
         for sequence, finite in zip(batch.sampled, is_finite, strict=True):
             if not finite:
                 logger.error("%s has logits that are not finite", sequence.request_id)
                 failed[sequence.request_id] = f"the model's logits are not finite in {self.info.dtype}"
-                self.kv_cache.clear_non_finite(sequence.block_ids)
+                poisoned += self.kv_cache.clear_non_finite(sequence.block_ids)
         healthy = [sequence for sequence in batch.sampled if sequence.request_id not in failed]
         if not healthy:
-            return ModelRunnerOutput(sampled={}, failed=failed)
+            return ModelRunnerOutput(sampled={}, failed=failed, poisoned_block_ids=poisoned)
         output = self._sample(healthy, logits[torch.tensor(is_finite)])
-        return replace(output, failed={**failed, **output.failed})
+        return replace(output, failed={**failed, **output.failed}, poisoned_block_ids=poisoned)
 
     def _warm_up(self) -> None:
         """The first call of each matrix product generates code for it."""

@@ -237,9 +237,8 @@ def test_sequence_that_cannot_be_computed_ends_and_its_blocks_are_not_found() ->
     outputs = run_to_end(engine)
     for output in first:
         outputs[output.request_id].insert(0, output)
-    assert [(output.finish_reason, output.error) for output in outputs["bad"]] == [
-        ("error", "MemoryError: the fake device is full")
-    ]
+    assert outputs["bad"][-1].finish_reason == "error"
+    assert outputs["bad"][-1].error == "MemoryError: the fake device is full"
     for name, prompt in (("a", range(20)), ("b", range(50, 60)), ("c", range(70, 73))):
         assert tokens_of(outputs[name]) == fake_generate(prompt, 8)
     assert engine.stats().kv_cache_usage == 0

@@ -153,7 +153,7 @@ def test_when_the_one_that_others_wait_for_is_gone_the_next_one_computes() -> No
     assert run_step(scheduler, runner) == {"a": 8}
     scheduler.abort("a", now=0.0)
     assert run_step(scheduler, runner) == {"b": 8}  # the first eight tokens are cached
-    assert [step.get("c", 0) for step in run_to_end(scheduler, runner)] == [0, 4]
+    assert run_to_end(scheduler, runner) == [{"b": 4, "c": 4}]
 
 
 def test_youngest_is_preempted_and_computes_the_same_tokens() -> None:
