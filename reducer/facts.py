@@ -19,6 +19,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
+from reducer.number_words import CJK_NUMERALS, digits_for_words, parse_cjk_number
 from reducer.sentences import is_code
 
 SEPARATOR = "\x1f"
@@ -54,19 +55,18 @@ _SAME_SIGN = {**_DASHES, **_QUOTES, **_POWERS, **_FRACTIONS}
 
 _TAG = re.compile(r"</?[A-Za-z][A-Za-z0-9]*(?:\s[^<>]{0,500})?/?>|<!--[^<>]{0,500}-->")
 _BLOCK_TAG = re.compile(r"</?(?:p|div|br|li|ul|ol|tr|table|h\d|section|article)\b", re.IGNORECASE)
-_CJK_NUMERAL = "〇零一二三四五六七八九十百千万萬亿億两兩"
 _COUNTED = "年月日号號時时点點分秒元円人名个個件岁歳次回位倍度層层届章条條"
 """What is counted: before one of these a single numeral is a number, as in 五月."""
 _DENSE = "\u0e00-\u0e7f\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _TOKEN = re.compile(
-    rf"(?P<numeral>[{_CJK_NUMERAL}]{{2,}}|(?<=第)[{_CJK_NUMERAL}]|[{_CJK_NUMERAL}](?=[{_COUNTED}]))"
+    rf"(?P<numeral>[{CJK_NUMERALS}]{{2,}}|(?<=第)[{CJK_NUMERALS}]|[{CJK_NUMERALS}](?=[{_COUNTED}]))"
     rf"|(?P<dense>[{_DENSE}])"
     rf"|(?P<joined>(?:(?![{_DENSE}])[^\W_])+(?:(?:[-_./:@#,'&+*^]|::|->)(?:(?![{_DENSE}])[^\W_])+)+)"
     rf"|(?P<word>(?:(?![{_DENSE}])[^\W_])+(?:\+\+|#)?)"
     r"|(?P<sign>[%‰°+=<>±×÷≤≥≠≈~^⁄→←]|!(?=\w)|(?<=\w)[*/](?=\w))"
     r"|(?P<other>[^\w\s])"
 )
-_GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _PART = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 _CASED_UNITS = frozenset({"mw", "mv", "mhz", "mb", "kb", "gb", "tb", "mbps", "gbps", "pf", "mg", "ma", "mj", "mpa"})
@@ -74,10 +74,6 @@ _CASED_UNITS = frozenset({"mw", "mv", "mhz", "mb", "kb", "gb", "tb", "mbps", "gb
 _CODE_TOKEN = re.compile(r"\w+|[^\w\s]")
 _BOUNDARY = re.compile(r"[.!?…:;。！？；：|\n]")
 _UNFINISHED = re.compile(r"(?:\.\.\.?|…)\W*$")
-_DIGITS = {"〇": 0, "零": 0, "一": 1, "二": 2, "两": 2, "兩": 2, "三": 3, "四": 4, "五": 5, "六": 6, "七": 7, "八": 8,
-           "九": 9}  # fmt: skip
-_UNITS = {"十": 10, "百": 100, "千": 1000}
-_MYRIADS = {"万": 10_000, "萬": 10_000, "亿": 100_000_000, "億": 100_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,7 @@ def state(text: str, *, as_code: bool = False, ignore_spaces: bool = False) -> S
     """
     if as_code:
         return _state_code(text)
-    plain = plain_text(text)
+    plain = digits_for_words(plain_text(text))
     if ignore_spaces:
         plain = "".join(plain.split())
     is_upper = plain.isupper()
@@ -158,23 +154,6 @@ def contains(outer: Statement, inner: Statement) -> bool:
     return False
 
 
-def parse_cjk_number(numeral: str) -> str:
-    """Digits of a Chinese or Japanese numeral: ``三百二十`` is ``320``, ``二〇二五`` is ``2025``."""
-    if all(char in _DIGITS for char in numeral):
-        return "".join(str(_DIGITS[char]) for char in numeral)
-    total, section, digit = 0, 0, 0
-    for char in numeral:
-        if char in _DIGITS:
-            digit = _DIGITS[char]
-        elif char in _UNITS:
-            section += (digit or 1) * _UNITS[char]
-            digit = 0
-        else:
-            total = (total + section + digit) * _MYRIADS[char] if total + section + digit else _MYRIADS[char]
-            section, digit = 0, 0
-    return str(total + section + digit)
-
-
 def _contains_cut(outer: Statement, inner: Statement) -> bool:
     """``contains`` for a text cut inside its last word: ``C9…`` for ``C919``."""
     beginning = inner.joined[: -len(inner.tokens[-1]) - 1]
@@ -213,8 +192,8 @@ def _turns(outer: Statement, token: int, step: int, edge: int) -> bool:
 def _split_joined(raw: str) -> list[str]:
     """A joined token is one where it holds a digit or an underscore; else its words are separate."""
     token = raw.casefold()
-    if _GROUPED.fullmatch(token):
-        return [token.replace(",", "")]
+    if "," in token:
+        token = _GROUPED.sub(lambda match: match.group().replace(",", ""), token)
     if _NUMBER.fullmatch(token) or "_" in token or any(char.isdigit() for char in token):
         return [token]
     return _PART.findall(token)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from reducer.facts import contains, parse_cjk_number, state
+from reducer.facts import contains, state
+from reducer.number_words import digits_for_words, parse_cjk_number
 
 
 def same(first: str, second: str, **style: bool) -> bool:
@@ -117,7 +118,33 @@ def test_code_counts_every_sign_and_the_nesting() -> None:
         ("一万二千", "12000"),
         ("三亿", "300000000"),
         ("两千", "2000"),
+        ("三亿二千万", "320000000"),
+        ("一万亿", "1000000000000"),
+        ("十万", "100000"),
     ],
 )
 def test_cjk_numerals(numeral: str, digits: str) -> None:
     assert parse_cjk_number(numeral) == digits
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Two hundred and forty seats", "240 seats"),
+        ("twenty-one of ninety nine", "21 of 99"),
+        ("three million two hundred thousand and five", "3200005"),
+        ("seven hundred thousand", "700000"),
+        ("zero", "0"),
+        ("one of them, no one", "one of them, no one"),
+        ("rooms twenty, one and two", "rooms 20, one and two"),
+        ("two three", "two three"),
+        ("twenty twelve", "twenty twelve"),
+        ("hundred", "hundred"),
+        ("five and six", "five and six"),
+        ("two million three billion", "two million three billion"),
+        ("ten's, sixteenth, tenfold, non-zero", "ten's, sixteenth, tenfold, non-zero"),
+        ("two hundred and", "200 and"),
+    ],
+)
+def test_english_number_words(text: str, expected: str) -> None:
+    assert digits_for_words(text) == expected
