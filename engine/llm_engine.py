@@ -112,7 +112,7 @@ class LLMEngine:
             tokenizer_digest=chat.tokenizer.digest,
             template_version=chat.version,
             dtype=runner.info.dtype,
-            quantization="none",
+            quantization=config.model.quantization,
             rope=runner.spec.rope.key,
         )
 

@@ -21,7 +21,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from engine.second_tier_memory import SecondTierMemory
 from engine.weights import open_checkpoint, weights_digest
-from kernels.attention import get_attention_backend
+from kernels.attention import AttentionBackend, get_attention_backend
 from kernels.capabilities import default_dtype
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ModelRunner:
         Args:
             config: dtype, window, cache size and threads are read from it.
             model_path: folder or file, as ``resolve_model`` returns it.
-            attention_backend: a name of ``kernels.attention``; ``None`` takes the fastest.
+            attention_backend: a name of ``kernels.attention`` in place of the configured one.
             device: where weights and cache live.
             eos_token_ids: of the tokenizer; not chosen before ``min_tokens``.
             grammars: for outputs that follow a JSON schema.
@@ -62,8 +62,14 @@ class ModelRunner:
         checkpoint = open_checkpoint(model_path)
         self.spec = checkpoint.spec
         self.max_model_len = _resolve_max_model_len(config.model.max_model_len, self.spec.max_position, model_path)
-        self._attention = get_attention_backend(attention_backend, device=self.device, dtype=self.dtype)
-        self._model = load_model(checkpoint, self._attention, dtype=self.dtype, device=self.device)
+        self._attention = self._find_attention(attention_backend or config.model.attention_backend)
+        self._model = load_model(
+            checkpoint,
+            self._attention,
+            dtype=self.dtype,
+            device=self.device,
+            quantization=config.model.quantization,
+        )
         self._sampler = Sampler(self.device)
         self._processors = LogitsProcessors(eos_token_ids=eos_token_ids, grammars=grammars, device=self.device)
         self.kv_cache = KVCache(
@@ -102,6 +108,12 @@ class ModelRunner:
             num_second_tier_blocks=self._second_tier.num_slots if self._second_tier is not None else 0,
         )
         self._warm_up()
+
+    def _find_attention(self, name: str) -> AttentionBackend:
+        try:
+            return get_attention_backend(None if name == "auto" else name, device=self.device, dtype=self.dtype)
+        except ValueError as error:
+            raise ModelError(f"attention_backend {name!r}: {error}") from error
 
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

@@ -5,6 +5,7 @@ import torch
 from engine.model_spec import ModelSpec
 from engine.models.layers import Linear, WeightSlots
 from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.linear import Quantization
 from kernels.rms_norm import rms_norm
 from kernels.rotary import RotaryTables
 from kernels.rotary_store import rotary_store
@@ -61,10 +62,10 @@ class SelfAttention:
             slots |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
         return slots
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization) -> None:
         """Lay the filled weights out for the processor."""
-        self.qkv.pack()
-        self.o.pack()
+        self.qkv.pack(quantization)
+        self.o.pack(quantization)
 
     def attend(
         self, x: torch.Tensor, tables: RotaryTables, kv_cache: torch.Tensor, metadata: AttentionMetadata

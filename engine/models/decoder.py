@@ -14,6 +14,7 @@ from engine.kv_cache import KVCache
 from engine.model_spec import ModelSpec
 from engine.models.layers import Linear, WeightSlots, rope_frequencies
 from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.linear import Quantization
 from kernels.rms_norm import rms_norm
 from kernels.rotary import RotaryTables, rotary_tables
 
@@ -30,7 +31,7 @@ class DecoderLayer(Protocol):
         """Where the weights of this layer go."""
         ...
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization) -> None:
         """Lay the filled weights out for the processor."""
         ...
 
@@ -98,10 +99,10 @@ class DecoderModel:
             slots |= layer.slots(f"model.layers.{index}")
         return slots
 
-    def finish_loading(self) -> None:
+    def finish_loading(self, quantization: Quantization = "none") -> None:
         """See ``CausalLM.finish_loading``. The embedding table stays plain for looking up rows."""
         for layer in self.layers:
-            layer.pack()
+            layer.pack(quantization)
         self.lm_head.pack()
 
     def forward(

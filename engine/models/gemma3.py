@@ -14,6 +14,7 @@ from engine.models.attention import SelfAttention
 from engine.models.decoder import DecoderModel
 from engine.models.layers import GatedMLP, WeightSlots
 from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.linear import Quantization
 from kernels.rms_norm import rms_norm
 from kernels.rotary import RotaryTables
 
@@ -50,10 +51,10 @@ class Gemma3Layer:
             **self.mlp.slots(f"{prefix}.mlp"),
         }
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization) -> None:
         """Lay the filled weights out for the processor."""
-        self.attention.pack()
-        self.mlp.pack()
+        self.attention.pack(quantization)
+        self.mlp.pack(quantization)
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ from engine.cpu_runtime import lazy_zeros
 from engine.model_spec import Activation, ModelSpec
 from engine.rope_spec import RopeSpec
 from kernels.gelu_mul import gelu_tanh_mul
-from kernels.linear import Weight, linear, pack_weight
+from kernels.linear import Quantization, Weight, linear, pack_weight
 from kernels.silu_mul import silu_mul
 
 WeightSlots = dict[str, torch.Tensor]
@@ -42,10 +42,10 @@ class Linear:
         """x: (num_tokens, in_features). Returns (num_tokens, sum of out_features)."""
         return linear(x, self.weight, self.bias)
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Lay the filled weights out for the processor; ``slots`` is of no use afterwards."""
         assert isinstance(self.weight, torch.Tensor), "the weights are packed already"
-        self.weight = pack_weight(self.weight)
+        self.weight = pack_weight(self.weight, quantization)
 
     def slots(self, *names: str) -> WeightSlots:
         """Where the weights (and biases) of the named projections go, in the order of ``out_features``."""
@@ -77,10 +77,10 @@ class GatedMLP:
         """x: (num_tokens, hidden_size). Returns the same shape."""
         return self.down(self._gate(self.gate_up(x)))
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization) -> None:
         """Lay the filled weights out for the processor."""
-        self.gate_up.pack()
-        self.down.pack()
+        self.gate_up.pack(quantization)
+        self.down.pack(quantization)
 
     def slots(self, prefix: str) -> WeightSlots:
         """Where the weights go."""

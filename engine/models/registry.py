@@ -12,6 +12,7 @@ from engine.model_spec import ModelSpec
 from engine.models.layers import WeightSlots
 from engine.weights import Checkpoint
 from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.linear import Quantization
 
 # Architecture (``ModelSpec.architecture``) to module and class, imported when it is asked for.
 _LLAMA = ("engine.models.llama", "LlamaForCausalLM")
@@ -38,7 +39,7 @@ class CausalLM(Protocol):
         """Where each weight of the checkpoint goes; call ``finish_loading`` once all are filled."""
         ...
 
-    def finish_loading(self) -> None:
+    def finish_loading(self, quantization: Quantization = "none") -> None:
         """Lay the weights out for the processor; the slots are of no use afterwards."""
         ...
 
@@ -70,7 +71,12 @@ class CausalLM(Protocol):
 
 
 def load_model(
-    checkpoint: Checkpoint, attention: AttentionBackend, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    checkpoint: Checkpoint,
+    attention: AttentionBackend,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: Quantization = "none",
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights, converted to ``dtype``.
 
@@ -84,7 +90,10 @@ def load_model(
     model_class = getattr(importlib.import_module(module), name)
     model: CausalLM = model_class(spec, attention, dtype=dtype, device=torch.device(device))
     fill_slots(model.weight_slots(), checkpoint)
-    model.finish_loading()
+    try:
+        model.finish_loading(quantization)
+    except ValueError as error:
+        raise ModelError(f"quantization {quantization!r}: {error}") from error
     return model
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from factories_kernels import get_kernels
 from factories_model import (
     GREEDY,
     generate,
@@ -202,3 +203,22 @@ def test_attention_backend_can_be_chosen_by_name(folder: Path, expected: list[in
     assert runner.info.attention_backend == "reference"
     outputs = generate(runner, {"a": _prompt(50)}, NUM_TOKENS, block_ids={"a": [0, 1, 2, 3]}, sampling=GREEDY)
     assert outputs == {"a": expected}
+
+
+def test_int8_weights_keep_logits_close(folder: Path) -> None:
+    plain = make_runner(folder).logits(list(range(40)))
+    model = ModelConfig(dtype="fp32", quantization="int8")
+    config = EngineConfig(model=model, cache=CacheConfig(num_blocks=16))
+    get_kernels()
+    quantized = ModelRunner(config, folder).logits(list(range(40)))
+    assert not torch.equal(quantized, plain)
+    # random weights amplify every rounding, so the median of the rows is what says something
+    assert torch.nn.functional.cosine_similarity(quantized, plain).median() > 0.99
+
+
+def test_configured_attention_backend_is_used_and_a_wrong_one_named(folder: Path) -> None:
+    config = EngineConfig(model=ModelConfig(dtype="fp32", attention_backend="sdpa"), cache=CacheConfig(num_blocks=16))
+    assert ModelRunner(config, folder).info.attention_backend == "sdpa"
+    config = EngineConfig(model=ModelConfig(dtype="fp16", attention_backend="native"), cache=CacheConfig(num_blocks=16))
+    with pytest.raises(ModelError, match="attention_backend 'native': native attention computes fp32 and bf16"):
+        ModelRunner(config, folder)
