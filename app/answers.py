@@ -1,12 +1,14 @@
 """What clients get: OpenAI's response shapes with the ``firsttoken`` extension, and the headers that go with them."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from app.compaction import Compaction
-from app.generation import Generation
+from app.generation import GeneratedChoice, Generation
 from app.receipts import saved_tokens
+from engine.token_logprobs import PositionLogprobs
 from reducer.result import BudgetReport, PassageDecision, StageReport, TurnDecision
 
 
@@ -90,13 +92,38 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the most likely tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    """Of UTF-8; a token may be part of a character, and several together one."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of the answer, and the most likely ones in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log probabilities of the tokens of an answer, or of a part of it."""
+
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The one answer of a chat completion."""
+    """One answer of a chat completion."""
 
     index: int = 0
     message: AssistantMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,16 +190,47 @@ def extension_of(generation: Generation) -> Extension:
     )
 
 
-def chat_completion(generation: Generation, model: str, text: str) -> ChatCompletion:
-    """The answer to a request without ``stream``."""
-    assert generation.finish_reason is not None, "a completion is written when its generation has ended"
+def logprobs_of(positions: Sequence[PositionLogprobs] | None) -> ChoiceLogprobs | None:
+    """Log probabilities in OpenAI's shape; ``None`` where nobody asked for them."""
+    if positions is None:
+        return None
+    return ChoiceLogprobs(
+        content=[
+            TokenLogprobs(
+                token=position.chosen.text.decode("utf-8", "replace"),
+                logprob=position.chosen.logprob,
+                bytes=list(position.chosen.text),
+                top_logprobs=[
+                    TopLogprob(
+                        token=token.text.decode("utf-8", "replace"), logprob=token.logprob, bytes=list(token.text)
+                    )
+                    for token in position.top
+                ],
+            )
+            for position in positions
+        ]
+    )
+
+
+def chat_completion(generation: Generation, model: str) -> ChatCompletion:
+    """The answer to a request without ``stream``, once ``generation.read_to_end`` has returned."""
     return ChatCompletion(
         id=generation.completion_id,
         created=generation.created,
         model=model,
-        choices=[Choice(message=AssistantMessage(content=text), finish_reason=generation.finish_reason)],
+        choices=[_choice(choice) for choice in generation.choices],
         usage=usage_of(generation),
         firsttoken=extension_of(generation),
+    )
+
+
+def _choice(choice: GeneratedChoice) -> Choice:
+    assert choice.finish_reason is not None, "a completion is written when its generation has ended"
+    return Choice(
+        index=choice.index,
+        message=AssistantMessage(content="".join(choice.texts)),
+        finish_reason=choice.finish_reason,
+        logprobs=logprobs_of(choice.logprobs),
     )
 
 

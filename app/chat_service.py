@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from app.admission import AdmissionController, Lease
 from app.auth import Principal
 from app.backends.base import Backend, BackendRequest
+from app.choices import choice_outputs
 from app.compaction import Compaction, Compactor
 from app.completion_request import CompletionRequest, read_completion
 from app.drain import Drain
@@ -146,21 +147,27 @@ class ChatService:
         room = self._backend.info.max_model_len - result.prompt_tokens
         assert room >= 1, "the budget leaves room for an output token"
         max_tokens = min(request.max_tokens or self._limits.default_max_tokens or room, room)
-        outputs = self._backend.generate(
-            BackendRequest(
-                request_id=compaction.receipt_id.replace("rcpt_", "gen_"),
-                messages=result.messages,
-                tools=result.tools,
-                sampling=request.sampling(max_tokens),
-                cache_salt=arrival.principal.cache_salt,
-                template_kwargs=request.template_kwargs,
+        request.check_vocabulary(self._backend.info.vocab_size)
+        request_id = compaction.receipt_id.replace("rcpt_", "gen_")
+        outputs = [
+            self._backend.generate(
+                BackendRequest(
+                    request_id=f"{request_id}_{choice}" if choice else request_id,
+                    messages=result.messages,
+                    tools=result.tools,
+                    sampling=request.sampling(max_tokens, choice),
+                    cache_salt=arrival.principal.cache_salt,
+                    template_kwargs=request.template_kwargs,
+                )
             )
-        )
+            for choice in range(request.num_choices)
+        ]
         return Generation(
             request_id=arrival.request_id,
             compaction=compaction,
             max_tokens=max_tokens,
-            outputs=outputs,
+            outputs=choice_outputs(outputs),
+            num_choices=request.num_choices,
             lease=lease,
             observer=self._observer,
             drain=self._drain,

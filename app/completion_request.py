@@ -10,6 +10,7 @@ import msgspec
 from app.errors import InvalidRequestError
 from app.schemas import (
     PART_TYPES,
+    RESPONSE_FORMATS,
     ROLES,
     ChatMessage,
     CompletionBody,
@@ -17,12 +18,16 @@ from app.schemas import (
     ImagePart,
     Overrides,
     RefusalPart,
+    ResponseFormat,
     TextPart,
 )
+from engine.errors import GrammarError
+from engine.grammar import ANY_OBJECT, check_schema
 from engine.sampling_params import SamplingParams
 from reducer.prompt import Passage, PromptParts
 
 MAX_STOP_STRINGS = 16
+MAX_NUM_BIASED_TOKENS = 1024
 MAX_NUM_DOCUMENTS = 10_000
 
 MAX_NUM_IGNORED = 16
@@ -51,6 +56,10 @@ class CompletionRequest:
     max_tokens: int | None
     """Output tokens that the client asks for, whichever of the two fields named them."""
     stop: tuple[str, ...]
+    logit_bias: Mapping[int, float]
+    """By token id."""
+    json_schema: str | None
+    """The schema that the answer has to follow, as JSON."""
     ignored: tuple[str, ...]
     """Fields that the embedded engine does not honour; the answer lists them."""
 
@@ -67,18 +76,38 @@ class CompletionRequest:
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        """The engine's parameters for an output of at most ``max_tokens``."""
+    @property
+    def num_choices(self) -> int:
+        """Answers to the one prompt."""
+        return self.body.n or 1
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises ``InvalidRequestError`` for a biased token that the served model does not have."""
+        for token_id in self.logit_bias:
+            if token_id >= vocab_size:
+                text = f"Invalid 'logit_bias': token {token_id} is outside the vocabulary of {vocab_size} ids."
+                raise InvalidRequestError(text, param="logit_bias", code="invalid_value")
+
+    def sampling(self, max_tokens: int, choice: int = 0) -> SamplingParams:
+        """The engine's parameters for an output of at most ``max_tokens``; choices with a seed each get their own."""
         body = self.body
         return SamplingParams(
             max_tokens=max_tokens,
+            min_tokens=min(body.min_tokens or 0, max_tokens),
             temperature=1.0 if body.temperature is None else body.temperature,
             top_k=body.top_k or 0,
             top_p=1.0 if body.top_p is None else body.top_p,
-            seed=body.seed,
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            logit_bias=dict(self.logit_bias),
+            seed=None if body.seed is None else body.seed + choice,
             stop=self.stop,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            json_schema=self.json_schema,
         )
 
 
@@ -112,7 +141,7 @@ def read_completion(body: bytes) -> CompletionRequest:
     raw = decode_object(body)
     checked = convert_body(raw, CompletionBody)
     _check_messages(checked.messages)
-    _check_unsupported(checked)
+    _check_output_fields(checked)
     _check_template_kwargs(checked.chat_template_kwargs or {})
     return CompletionRequest(
         body=checked,
@@ -125,6 +154,8 @@ def read_completion(body: bytes) -> CompletionRequest:
         overrides=checked.firsttoken or Overrides(),
         max_tokens=checked.max_completion_tokens or checked.max_tokens,
         stop=_stop_strings(checked.stop),
+        logit_bias=_logit_bias(checked.logit_bias or {}),
+        json_schema=_json_schema(checked.response_format),
         ignored=(*_ignored_fields(checked), *_unknown_fields(raw)),
     )
 
@@ -188,14 +219,53 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
                 raise InvalidRequestError(text, param=f"{where}[{position}]", code="unsupported_value")
 
 
-def _check_unsupported(body: CompletionBody) -> None:
-    """Refuses what would change the answer's shape, so that no client waits for a part that never comes."""
-    if body.n is not None and body.n != 1:
-        raise InvalidRequestError(f"Invalid 'n': only 1 is supported, got {body.n}.", param="n", code="invalid_value")
-    for name in ("logprobs", "top_logprobs"):
-        if getattr(body, name):
-            text = f"Invalid '{name}': log probabilities are not supported by this engine."
-            raise InvalidRequestError(text, param=name, code="unsupported_value")
+def _check_output_fields(body: CompletionBody) -> None:
+    """Refuses fields that contradict each other."""
+    if body.top_logprobs is not None and not body.logprobs:
+        text = "Invalid 'top_logprobs': it needs logprobs to be true."
+        raise InvalidRequestError(text, param="top_logprobs", code="invalid_value")
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
+        text = f"Invalid 'min_tokens': at most the {max_tokens} of max_tokens, got {body.min_tokens}."
+        raise InvalidRequestError(text, param="min_tokens", code="invalid_value")
+    if body.response_format is not None and body.response_format.type != "text":
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(body, name):
+                text = f"Invalid '{name}': it cannot be combined with response_format, whose JSON ends the answer."
+                raise InvalidRequestError(text, param=name, code="invalid_value")
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    if len(bias) > MAX_NUM_BIASED_TOKENS:
+        text = f"Invalid 'logit_bias': at most {MAX_NUM_BIASED_TOKENS} tokens, got {len(bias)}."
+        raise InvalidRequestError(text, param="logit_bias", code="invalid_value")
+    for name in bias:
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+            text = f"Invalid 'logit_bias': keys are token ids, got {_short(name)}."
+            raise InvalidRequestError(text, param="logit_bias", code="invalid_value")
+    return {int(name): value for name, value in bias.items()}
+
+
+def _json_schema(response_format: ResponseFormat | None) -> str | None:
+    """The schema that the answer has to follow. Raises ``InvalidRequestError`` where it cannot."""
+    if response_format is None or response_format.type == "text":
+        return None
+    kind, where = response_format.type, "response_format.json_schema.schema"
+    if kind not in RESPONSE_FORMATS:
+        text = f"Invalid 'response_format.type': it must be one of {', '.join(RESPONSE_FORMATS)}, got {_short(kind)}."
+        raise InvalidRequestError(text, param="response_format.type", code="unsupported_value")
+    schema = ANY_OBJECT
+    if kind == "json_schema":
+        if response_format.json_schema is None or response_format.json_schema.schema is None:
+            text = f"Invalid '{where}': the required field is missing."
+            raise InvalidRequestError(text, param=where, code="invalid_value")
+        schema = msgspec.json.encode(response_format.json_schema.schema).decode()
+    try:
+        check_schema(schema)
+    except GrammarError as error:
+        param = where if kind == "json_schema" else "response_format.type"
+        raise InvalidRequestError(f"Invalid '{param}': {error}.", param=param, code="unsupported_value") from None
+    return schema
 
 
 def _check_template_kwargs(variables: Mapping[str, Any]) -> None:
@@ -206,16 +276,7 @@ def _check_template_kwargs(variables: Mapping[str, Any]) -> None:
 
 
 def _ignored_fields(body: CompletionBody) -> tuple[str, ...]:
-    changed = {
-        "frequency_penalty": bool(body.frequency_penalty),
-        "presence_penalty": bool(body.presence_penalty),
-        "logit_bias": bool(body.logit_bias),
-        "min_p": bool(body.min_p),
-        "repetition_penalty": body.repetition_penalty not in (None, 1.0),
-        "response_format": body.response_format is not None and body.response_format.type != "text",
-        "tool_choice": body.tool_choice not in (None, "auto", "none"),
-    }
-    return tuple(name for name, is_changed in changed.items() if is_changed)
+    return () if body.tool_choice in (None, "auto", "none") else ("tool_choice",)
 
 
 def _unknown_fields(raw: Mapping[str, Any]) -> tuple[str, ...]:

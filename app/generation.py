@@ -1,21 +1,25 @@
-"""One answer on its way: the engine's outputs as they come, and the account that is closed exactly once.
+"""One request on its way to its answers: outputs of the engine as they come, and the account that is closed once.
 
-A generation ends by its last output, by a failure, or by ``aclose`` when the client has left. Each way frees what the
+There is one answer, or as many choices as were asked for; the prompt counts once. A generation ends by the last output
+of its last choice, by a failure, or by ``aclose`` when the client has left. Each way frees what the
 request holds in the engine, settles the tenant's lease with what was used, and is reported.
 """
 
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 
 from app.admission import Lease
+from app.choices import ChoiceOutput
 from app.compaction import Compaction
 from app.drain import Drain
 from app.errors import GenerationError, ShuttingDownError
-from engine.outputs import RequestOutput, RequestTimings
+from engine.outputs import RequestTimings
+from engine.token_logprobs import PositionLogprobs
 
 
 class GenerationObserver(Protocol):
@@ -26,7 +30,7 @@ class GenerationObserver(Protocol):
         ...
 
     def on_text(self, generation: "Generation", gap_s: float | None) -> None:
-        """Text has come; ``gap_s`` is the time since the text before, ``None`` for the first."""
+        """Text has come; ``gap_s`` is the time since the text before in its choice, ``None`` for the very first."""
         ...
 
     def on_end(self, generation: "Generation") -> None:
@@ -34,8 +38,32 @@ class GenerationObserver(Protocol):
         ...
 
 
+class Delta(NamedTuple):
+    """What one output adds to one choice."""
+
+    choice: int
+    text: str
+    logprobs: list[PositionLogprobs] | None
+    """Of the tokens of the text; ``None`` where nobody asked for them."""
+    finish_reason: str | None
+
+
+@dataclass(slots=True)
+class GeneratedChoice:
+    """One answer so far."""
+
+    index: int
+    num_output_tokens: int = 0
+    finish_reason: str | None = None
+    texts: list[str] = field(default_factory=list)
+    """Kept by ``read_to_end``."""
+    logprobs: list[PositionLogprobs] | None = None
+    """Kept by ``read_to_end``; ``None`` where nobody asked for them."""
+    last_text_s: float | None = None
+
+
 class Generation:
-    """Iterate over ``texts()`` after ``start()``; always ``aclose()``."""
+    """Iterate over ``deltas()`` after ``start()``, or ``read_to_end()``; always ``aclose()``."""
 
     def __init__(
         self,
@@ -43,13 +71,14 @@ class Generation:
         request_id: str,
         compaction: Compaction,
         max_tokens: int,
-        outputs: AsyncIterator[RequestOutput],
+        outputs: AsyncIterator[ChoiceOutput],
         lease: Lease,
         observer: GenerationObserver,
         drain: Drain,
         arrived_s: float,
+        num_choices: int = 1,
     ) -> None:
-        """``drain`` breaks it off at shutdown.
+        """``outputs`` are those of ``num_choices`` choices; ``drain`` breaks them off at shutdown.
 
         ``arrived_s`` is the request's arrival on the ``time.perf_counter`` clock.
         """
@@ -61,8 +90,7 @@ class Generation:
         self.drain = drain
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.num_output_tokens = 0
-        self.finish_reason: str | None = None
+        self.choices = [GeneratedChoice(index) for index in range(num_choices)]
         self.outcome: str | None = None
         """``stop``, ``length``, ``abort`` or ``error``; ``None`` while it runs."""
         self.timings: RequestTimings | None = None
@@ -72,9 +100,19 @@ class Generation:
         self._lease = lease
         self._observer = observer
         self._arrived_s = arrived_s
-        self._last_text_s: float | None = None
-        self._first: RequestOutput | None = None
+        self._first: ChoiceOutput | None = None
         self._ended_s: float | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(choice.num_output_tokens for choice in self.choices)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first choice, once all have ended; ``None`` before."""
+        is_over = all(choice.finish_reason is not None for choice in self.choices)
+        return self.choices[0].finish_reason if is_over else None
 
     @property
     def elapsed_s(self) -> float:
@@ -87,34 +125,47 @@ class Generation:
         self._first = await self._next()
         self._observer.on_first_output(self)
 
-    async def texts(self) -> AsyncIterator[str]:
-        """New text, never empty, to the end. Raises ``GenerationError``, an ``EngineError`` or ``ShuttingDownError``
-        where it breaks off."""
-        output = self._first
-        assert output is not None, "start comes before texts"
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What comes, to the end of the last choice. Raises ``GenerationError``, an ``EngineError`` or
+        ``ShuttingDownError`` where it breaks off."""
+        item = self._first
+        assert item is not None, "start comes before deltas"
         while True:
+            index, output = item
             if output.text:
-                self._note_text()
-                yield output.text
-            if output.finish_reason is not None:
+                self._note_text(self.choices[index])
+            if output.text or output.logprobs or output.finish_reason is not None:
+                yield Delta(index, output.text, output.logprobs, output.finish_reason)
+            if self.finish_reason is not None:
                 break
-            output = await self._next()
-        await self._end(output.finish_reason)
+            item = await self._next()
+        await self._end(self.finish_reason)
+
+    async def read_to_end(self) -> None:
+        """Collects texts and log probabilities in ``choices``. Raises as ``deltas``."""
+        async for delta in self.deltas():
+            choice = self.choices[delta.choice]
+            choice.texts.append(delta.text)
+            if delta.logprobs is not None:
+                choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
 
     async def aclose(self) -> None:
         """Ends the generation if it has not ended: the client has left or nobody wants the rest."""
         await self._end("abort")
 
-    async def _next(self) -> RequestOutput:
+    async def _next(self) -> ChoiceOutput:
         try:
             with self.drain.interruptible():
-                output = await anext(self._outputs, None)
-            if output is None:
+                item = await anext(self._outputs, None)
+            if item is None:
                 raise GenerationError("The engine ended the output without a finish reason.")
+            index, output = item
+            choice = self.choices[index]
+            choice.num_output_tokens = output.num_output_tokens
             self.num_prompt_tokens = output.num_prompt_tokens
-            self.num_cached_tokens = output.num_cached_tokens
-            self.num_output_tokens = output.num_output_tokens
-            self.timings = output.timings or self.timings
+            if index == 0:  # the one that computes the prompt; the others find it cached
+                self.num_cached_tokens = output.num_cached_tokens
+                self.timings = output.timings or self.timings
             if output.finish_reason in ("error", "abort"):
                 raise GenerationError(f"The engine failed this request: {output.error or output.finish_reason}.")
         except ShuttingDownError:
@@ -126,16 +177,17 @@ class Generation:
         except BaseException:
             await self._end("abort")
             raise
-        if output.finish_reason is not None:
-            self.finish_reason = output.finish_reason
-        return output
+        choice.finish_reason = output.finish_reason
+        return item
 
-    def _note_text(self) -> None:
+    def _note_text(self, choice: GeneratedChoice) -> None:
         now = time.perf_counter()
         if self.first_text_s is None:
             self.first_text_s = now - self._arrived_s
-        self._observer.on_text(self, None if self._last_text_s is None else now - self._last_text_s)
-        self._last_text_s = now
+            self._observer.on_text(self, None)
+        elif choice.last_text_s is not None:  # the first text of a further choice is no gap of any stream
+            self._observer.on_text(self, now - choice.last_text_s)
+        choice.last_text_s = now
 
     async def _end(self, outcome: str) -> None:
         if self.outcome is not None:

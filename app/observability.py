@@ -157,5 +157,6 @@ class GatewayMetrics:
         self.prompt_size.labels(model).observe(generation.num_prompt_tokens)
         self.generation_size.labels(model).observe(generation.num_output_tokens)
         self.max_tokens.labels(model).observe(generation.max_tokens)
-        if generation.num_output_tokens > 1:
-            self.tpot.labels(model).observe(timings.decode_ms / 1000 / (generation.num_output_tokens - 1))
+        num_tokens = generation.choices[0].num_output_tokens  # whose timings these are
+        if num_tokens > 1:
+            self.tpot.labels(model).observe(timings.decode_ms / 1000 / (num_tokens - 1))

@@ -10,11 +10,15 @@ import msgspec
 from msgspec import Meta
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+MAX_NUM_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 PART_TYPES = ("text", "refusal", "image_url", "input_audio", "file")
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -112,10 +116,20 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """A schema that the answer has to follow, ``strict`` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The form that the client wants for the answer; anything but text is ignored and said to be."""
+    """The form that the client wants for the answer."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
 
 
 class Overrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,9 +155,10 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_NUM_CHOICES)] | None = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -152,10 +167,10 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Bias] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
     response_format: ResponseFormat | None = None

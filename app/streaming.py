@@ -14,9 +14,9 @@ from litestar import Response
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Send
 
-from app.answers import extension_of, usage_of
+from app.answers import extension_of, logprobs_of, usage_of
 from app.errors import GenerationError, answer_of
-from app.generation import Generation
+from app.generation import Delta, Generation
 from app.http_io import cancel_and_wait, disconnected
 
 DONE = b"data: [DONE]\n\n"
@@ -42,40 +42,44 @@ class ChunkEncoder:
         self._tail = (b',"usage":null' if includes_usage else b"") + b"}\n\n"
         self._encoder = msgspec.json.Encoder()
 
-    def role(self) -> bytes:
-        """The first chunk."""
-        return self._chunk(b'{"role":"assistant","content":"","refusal":null}', b"null")
+    def role(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        return self._chunk(index, b'{"role":"assistant","content":"","refusal":null}', b"null", b"null")
 
-    def text(self, text: str) -> bytes:
-        """A part of the answer."""
-        return self._chunk(b'{"content":' + self._encoder.encode(text) + b"}", b"null")
+    def text(self, delta: Delta) -> bytes:
+        """A part of an answer."""
+        logprobs = b"null" if delta.logprobs is None else self._encoder.encode(logprobs_of(delta.logprobs))
+        return self._chunk(delta.choice, b'{"content":' + self._encoder.encode(delta.text) + b"}", logprobs, b"null")
 
-    def finish(self, reason: str) -> bytes:
-        """The end of the answer."""
-        return self._chunk(b"{}", self._encoder.encode(reason))
+    def finish(self, index: int, reason: str) -> bytes:
+        """The end of an answer."""
+        return self._chunk(index, b"{}", b"null", self._encoder.encode(reason))
 
     def totals(self) -> bytes:
         """Usage and extension, for a client that asked for usage."""
         rest = {"choices": [], "usage": usage_of(self._generation), "firsttoken": extension_of(self._generation)}
         return self._head + b"," + self._encoder.encode(rest)[1:] + b"\n\n"
 
-    def _chunk(self, delta: bytes, finish_reason: bytes) -> bytes:
-        choice = b'{"index":0,"delta":' + delta + b',"logprobs":null,"finish_reason":' + finish_reason + b"}"
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+        start = b'{"index":%d,"delta":' % index
+        choice = start + delta + b',"logprobs":' + logprobs + b',"finish_reason":' + finish_reason + b"}"
         return self._head + b',"choices":[' + choice + b"]" + self._tail
 
 
 async def completion_events(generation: Generation, model: str, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:
     """The events of a started generation, to the end or to the error that breaks it off."""
     chunks = ChunkEncoder(generation, model, includes_usage=includes_usage)
-    yield chunks.role()
+    for choice in generation.choices:
+        yield chunks.role(choice.index)
     try:
-        async for text in generation.texts():
-            yield chunks.text(text)
+        async for delta in generation.deltas():
+            if delta.text or delta.logprobs:
+                yield chunks.text(delta)
+            if delta.finish_reason is not None:
+                yield chunks.finish(delta.choice, delta.finish_reason)
     except Exception as error:
         yield error_event(error, generation)
         return
-    assert generation.finish_reason is not None, "a generation that does not raise has a finish reason"
-    yield chunks.finish(generation.finish_reason)
     if includes_usage:
         yield chunks.totals()
     yield DONE

@@ -18,6 +18,7 @@ from app.backends.base import BackendRequest
 from app.settings import EncoderSettings, KeySettings, Settings, TenantSettings
 from engine.errors import EngineDeadError
 from engine.outputs import EngineStats, FinishReason, ModelInfo, RequestOutput, RequestTimings
+from engine.token_logprobs import PositionLogprobs, TokenLogprob
 
 ACME_KEY = "sk-acme-demo"
 GLOBEX_KEY = "sk-globex-demo"
@@ -160,6 +161,7 @@ class EchoBackend:
                     num_output_tokens=index + 1,
                     finish_reason=reason,
                     error="allocation failed" if reason == "error" else None,
+                    logprobs=_word_logprobs(request, index, word),
                     timings=RequestTimings(
                         queue_ms=1.0, prefill_ms=5.0, decode_ms=index * 2.0, num_chunks=1, num_preemptions=0
                     ),
@@ -177,6 +179,19 @@ class EchoBackend:
         shared = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), len(before))
         self.cached_prefixes[salt] = prompt
         return min(shared, len(prompt) - 1) // 16 * 16
+
+
+def _word_logprobs(request: BackendRequest, index: int, word: str) -> list[PositionLogprobs] | None:
+    """Of one word: -0.5 for itself, then one less for each further one."""
+    num_top = request.sampling.top_logprobs
+    if num_top is None:
+        return None
+    text = (word if index == 0 else f" {word}").encode()
+    top = [
+        TokenLogprob(token_id=place, logprob=-0.5 - place, text=text if place == 0 else b"\xe4")
+        for place in range(num_top)
+    ]
+    return [PositionLogprobs(chosen=TokenLogprob(token_id=0, logprob=-0.5, text=text), top=top)]
 
 
 def make_app(settings: Settings | None = None, backend: EchoBackend | None = None) -> Litestar:

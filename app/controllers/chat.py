@@ -32,16 +32,12 @@ class ChatController(Controller):
             headers = answer_headers(gateway, arrival.principal, generation)
             return EventStream(generation, model, includes_usage=compacted.includes_usage, headers=headers)
         try:
-            text = await unless_disconnected(request.receive, _whole_text(generation))
+            await unless_disconnected(request.receive, generation.read_to_end())
         finally:
             await generation.aclose()
         # Only now is the output charged, so that the limits in the headers are those of the next request.
         headers = answer_headers(gateway, arrival.principal, generation)
-        return json_response(chat_completion(generation, model, text), headers=headers)
-
-
-async def _whole_text(generation: Generation) -> str:
-    return "".join([text async for text in generation.texts()])
+        return json_response(chat_completion(generation, model), headers=headers)
 
 
 def answer_headers(gateway: Gateway, principal: Principal, generation: Generation) -> dict[str, str]:

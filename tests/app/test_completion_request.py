@@ -1,6 +1,7 @@
 """Request bodies: what is accepted, and errors that name the field."""
 
 import contextlib
+import sys
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from app.completion_request import CompletionRequest, read_completion
 from app.errors import InvalidRequestError
 from app.schemas import CompletionBody
+from engine import grammar
 
 
 def read(**fields: Any) -> CompletionRequest:
@@ -68,9 +70,44 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> 
         ({"top_p": 1.1}, "top_p", "got 1.1"),
         ({"top_k": -2}, "top_k", "got -2"),
         ({"seed": 2**63}, "seed", "got"),
-        ({"n": 2}, "n", "only 1 is supported, got 2"),
+        ({"n": 17}, "n", "<= 16, got 17"),
         ({"n": 0}, "n", "got 0"),
-        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"logprobs": 5}, "logprobs", "got `int`"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20, got 21"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
+        ({"min_tokens": -1}, "min_tokens", "got -1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most the 8 of max_tokens, got 9"),
+        ({"presence_penalty": -2.1}, "presence_penalty", "got -2.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "got 0"),
+        ({"min_p": 1.5}, "min_p", "got 1.5"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[...]", "<= 100.0"),
+        ({"logit_bias": {"five": 1}}, "logit_bias", "keys are token ids, got 'five'"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "keys are token ids, got '-5'"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024 tokens, got 1025"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object, json_schema, got 'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "missing",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
+            "response_format.json_schema.schema",
+            "cannot be followed: Invalid type: foo",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "string"}}}}},
+            "response_format.json_schema.schema",
+            'Unimplemented keys: ["not"]',
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}},
+            "response_format.json_schema.schema",
+            "at most 65536 are followed",
+        ),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "cannot be combined"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "cannot be combined"),
         ({"stop": [""]}, "stop", "empty string"),
         ({"stop": ["x"] * 17}, "stop", "at most 16 strings, got 17"),
         ({"stop": [3]}, "stop[0]", "got `int`"),
@@ -223,19 +260,74 @@ def test_sampling_takes_openai_defaults_and_the_given_values() -> None:
     assert (sampling.stop, sampling.ignore_eos) == (("END",), True)
 
 
+def test_sampling_takes_penalties_bias_and_log_probabilities() -> None:
+    sampling = read().sampling(7)
+    assert (sampling.logit_bias, sampling.top_logprobs, sampling.changes_logits) == ({}, None, False)
+    sampling = read(
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.2,
+        min_p=0.1,
+        min_tokens=9,
+        logit_bias={"17": -100},
+        logprobs=True,
+        top_logprobs=3,
+    ).sampling(7)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.2)
+    # the window may leave less room than the request asks to fill
+    assert (sampling.min_p, sampling.min_tokens, sampling.logit_bias) == (0.1, 7, {17: -100.0})
+    assert sampling.top_logprobs == 3
+    assert read(logprobs=True).sampling(7).top_logprobs == 0
+    assert read(logprobs=False).sampling(7).top_logprobs is None
+
+
+def test_every_choice_has_a_seed_of_its_own() -> None:
+    request = read(n=3, seed=11)
+    assert request.num_choices == 3
+    assert [request.sampling(7, choice).seed for choice in range(3)] == [11, 12, 13]
+    assert read(n=3).sampling(7, 2).seed is None
+
+
+def test_response_format_becomes_the_schema_that_the_answer_follows() -> None:
+    assert read(response_format={"type": "text"}).json_schema is None
+    assert read(response_format={"type": "json_object"}).json_schema == '{"type":"object"}'
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    request = read(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    assert request.json_schema is not None
+    assert msgspec.json.decode(request.json_schema) == schema
+    assert request.sampling(7).json_schema == request.json_schema
+
+
+def test_without_the_grammar_library_json_is_refused_and_text_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    grammar._library.cache_clear()
+    grammar._limits.cache_clear()
+    try:
+        with pytest.raises(InvalidRequestError, match="needs the package llguidance, which is not installed") as caught:
+            read(response_format={"type": "json_object"})
+        assert caught.value.param == "response_format.type"
+        assert read(response_format={"type": "text"}).json_schema is None
+    finally:
+        grammar._library.cache_clear()
+
+
+def test_bias_on_a_token_that_the_model_does_not_have_is_refused() -> None:
+    read(logit_bias={"255": 1}).check_vocabulary(256)
+    with pytest.raises(InvalidRequestError, match="token 256 is outside the vocabulary of 256 ids"):
+        read(logit_bias={"256": 1}).check_vocabulary(256)
+
+
 def test_fields_that_the_engine_does_not_know_are_listed_only_where_they_change_something() -> None:
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "repetition_penalty": 1.0}
     assert read(**neutral, response_format={"type": "text"}, tool_choice="auto").ignored == ()
-    assert read(frequency_penalty=0.5, response_format={"type": "json_object"}).ignored == (
-        "frequency_penalty",
-        "response_format",
-    )
+    assert read(frequency_penalty=0.5, response_format={"type": "json_object"}).ignored == ()
+    assert read(tool_choice="required").ignored == ("tool_choice",)
 
 
 def test_unknown_fields_with_a_value_are_listed_as_ignored() -> None:
     request = read(x_custom={"a": 1}, truncate_prompt_tokens=5, service_tier="auto", user=None, top_k=5, seed=1)
     assert request.ignored == ("x_custom", "truncate_prompt_tokens", "service_tier")
-    assert read(min_p=0.5, reasoning_effort="low", extra_body={}).ignored == ("min_p", "extra_body")
+    assert read(min_p=0.5, reasoning_effort="low", extra_body={}).ignored == ("extra_body",)
 
 
 def test_very_many_and_very_long_unknown_fields_are_cut() -> None:

@@ -40,7 +40,7 @@ async def test_reading_to_the_end_charges_prompt_and_output() -> None:
     gateway = await make_started_gateway(EchoBackend())
     generation = await start(gateway)
     assert used(gateway) == generation.num_prompt_tokens
-    assert "".join([text async for text in generation.texts()]) == "Hello, wörld! 你好 😀"
+    assert "".join([delta.text async for delta in generation.deltas()]) == "Hello, wörld! 你好 😀"
     assert (generation.outcome, generation.finish_reason) == ("stop", "stop")
     assert used(gateway) == generation.num_prompt_tokens + 4
     await generation.aclose()
@@ -52,8 +52,8 @@ async def test_closing_early_aborts_in_the_engine_and_charges_what_came() -> Non
     backend = EchoBackend()
     gateway = await make_started_gateway(backend)
     generation = await start(gateway)
-    texts = generation.texts()
-    assert await anext(texts) == "Hello,"
+    deltas = generation.deltas()
+    assert (await anext(deltas)).text == "Hello,"
     await generation.aclose()
     assert (generation.outcome, generation.finish_reason) == ("abort", None)
     assert (len(backend.aborted), backend.num_running) == (1, 0)
@@ -80,7 +80,7 @@ async def test_a_failure_in_the_middle_charges_what_came_and_is_raised() -> None
     gateway = await make_started_gateway(EchoBackend(fail_after=1))
     generation = await start(gateway)
     with pytest.raises(GenerationError, match="allocation failed"):
-        _ = [text async for text in generation.texts()]
+        _ = [delta async for delta in generation.deltas()]
     assert generation.outcome == "error"
     assert used(gateway) == generation.num_prompt_tokens + generation.num_output_tokens
     await gateway.close()

@@ -59,6 +59,72 @@ def test_stream_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 4
 
 
+def test_several_choices_have_one_prompt(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="default", messages=QUESTION, n=3, seed=5, max_tokens=64)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {"Hello, wörld! 你好 😀"}
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (34, 12, 46)
+
+
+def test_several_choices_as_a_stream(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="default", messages=QUESTION, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    texts, reasons, roles = {0: "", 1: ""}, {}, []
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+        roles += [choice.index] if choice.delta.role else []
+        if choice.finish_reason is not None:
+            assert choice.index not in reasons
+            reasons[choice.index] = choice.finish_reason
+    assert texts == dict.fromkeys((0, 1), "Hello, wörld! 你好 😀")
+    assert reasons == {0: "stop", 1: "stop"}
+    assert roles == [0, 1]
+    assert chunks[-1].usage is not None
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (34, 8)
+
+
+def test_one_choice_that_fails_fails_the_answer() -> None:
+    with (
+        served(make_app(backend=EchoBackend(fail_after=2))) as url,
+        make_client(url) as client,
+        pytest.raises(openai.InternalServerError, match="allocation failed"),
+    ):
+        client.chat.completions.create(model="default", messages=QUESTION, n=2)
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="default", messages=QUESTION, logprobs=True, top_logprobs=2, max_tokens=3
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    assert "".join(token.token for token in told.content) == answer.choices[0].message.content == "Hello, wörld! 你好"
+    assert bytes(told.content[2].bytes or []).decode() == " 你好"
+    assert [(top.token, top.logprob, top.bytes) for top in told.content[1].top_logprobs] == [
+        (" wörld!", -0.5, list(" wörld!".encode())),
+        ("\N{REPLACEMENT CHARACTER}", -1.5, [0xE4]),
+    ]
+    without = client.chat.completions.create(model="default", messages=QUESTION)
+    assert without.choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_stream(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(model="default", messages=QUESTION, logprobs=True, stream=True)
+    text, tokens = "", ""
+    for choice in (choice for chunk in stream for choice in chunk.choices):
+        text += choice.delta.content or ""
+        if choice.logprobs is not None:
+            assert choice.logprobs.content is not None
+            tokens += "".join(token.token for token in choice.logprobs.content)
+            assert all(token.top_logprobs == [] for token in choice.logprobs.content)
+    assert tokens == text == "Hello, wörld! 你好 😀"
+
+
 def test_documents_and_overrides_go_in_the_extra_body(client: openai.OpenAI) -> None:
     extra = {"documents": make_documents(20), "firsttoken": {"max_input_tokens": 500}}
     raw = client.chat.completions.with_raw_response.create(model="default", messages=QUESTION, extra_body=extra)
@@ -117,7 +183,7 @@ def test_an_unknown_model(client: openai.OpenAI) -> None:
 
 def test_a_bad_field(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="default", messages=QUESTION, n=3)
+        client.chat.completions.create(model="default", messages=QUESTION, n=17)
     assert caught.value.param == "n"
 
 
