@@ -1,7 +1,8 @@
 """The engine's own process: load the model, then take messages and step for as long as there is work.
 
 ``engine.process`` spawns ``run_engine_core``. The process ends when it is told to, when its engine is broken, and, so
-that nothing is left behind, when the process that started it is gone.
+that nothing is left behind, when the process that started it is gone. On SIGTERM it drains: what it has taken is
+computed to the end, what comes is refused, and then it leaves.
 """
 
 import importlib
@@ -21,7 +22,9 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.errors import AdmissionError
 from engine.outputs import AbortRequest, EngineStats, GenerateRequest, ModelInfo, RequestOutput
+from engine.start_journal import StartJournal
 from engine.wire import (
     CoreMessage,
     EngineFailed,
@@ -38,13 +41,21 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.1
 """Least time between two pushes of statistics while the engine is busy."""
+HEARTBEAT_S = 1.0
+"""While there is work, statistics are pushed this often even where nothing changes: a sign of life between steps."""
+JOURNAL_NAME = "started"
+"""File in the private folder of the endpoint, see ``engine.start_journal``."""
 _STALLED_POLL_MS = 5
+_IDLE_POLL_MS = 250  # a signal does not end a poll
 _LINGER_MS = 2000
 _PARENT_POLL_S = 1.0
 
 
 class Engine(Protocol):
     """What this process drives: ``engine.llm_engine.LLMEngine``, or a small fake in tests."""
+
+    on_started: Callable[[list[str]], None] | None
+    """Called with the requests whose computing begins, before the step that begins it."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -78,7 +89,9 @@ def run_engine_core(address: str, folder: str, config: bytes, factory: str, pare
             core: EngineCore | None = None
             try:
                 make_engine = _import_factory(factory)
-                core = EngineCore(make_engine(msgspec.msgpack.decode(config, type=EngineConfig)), socket)
+                engine = make_engine(msgspec.msgpack.decode(config, type=EngineConfig))
+                core = EngineCore(engine, socket, StartJournal(Path(folder) / JOURNAL_NAME))
+                signal.signal(signal.SIGTERM, lambda *_: core.drain())
                 core.run()
             except Exception as error:
                 logger.exception("the engine %s", "broke" if core else "could not start")
@@ -90,28 +103,43 @@ class EngineCore:
     """The loop between socket and engine."""
 
     def __init__(
-        self, engine: Engine, socket: "zmq.Socket[bytes]", clock: Callable[[], float] = time.monotonic
+        self,
+        engine: Engine,
+        socket: "zmq.Socket[bytes]",
+        journal: StartJournal,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self._journal = journal
+        engine.on_started = journal.note
         self._socket = socket
         self._clock = clock
         self._is_stopping = False
+        self._is_draining = False
         self._num_steps = 0
         self._next_stats_s = 0.0
+        self._next_heartbeat_s = 0.0
         self._sent_stats: EngineStats | None = None
+
+    def drain(self) -> None:
+        """Take nothing more, and leave when what was taken is done. Safe to call from a signal handler."""
+        self._is_draining = True
 
     def run(self) -> None:
         """Serve until shutdown. An exception from ``step`` is a broken invariant of the engine and ends the process."""
         self._send(EngineReady(info=self._engine.info))
         self._push_stats()
-        wait_ms: int | None = None
+        wait_ms = _IDLE_POLL_MS
         while True:
             self._take_messages(wait_ms)
             if self._is_stopping:
                 return
             if not self._engine.has_unfinished:
+                self._journal.clear()
                 self._push_stats()
-                wait_ms = None
+                if self._is_draining:
+                    return
+                wait_ms = _IDLE_POLL_MS
                 continue
             outputs = self._engine.step()
             if outputs:
@@ -121,10 +149,10 @@ class EngineCore:
             wait_ms = 0 if outputs or num_steps != self._num_steps else _STALLED_POLL_MS
             self._num_steps = num_steps
             if self._clock() >= self._next_stats_s:
-                self._push_stats()
+                self._push_stats(is_heartbeat=self._clock() >= self._next_heartbeat_s)
 
-    def _take_messages(self, wait_ms: int | None) -> None:
-        """Handle all messages there are; wait for the first one, for ever with ``None``."""
+    def _take_messages(self, wait_ms: int) -> None:
+        """Handle all messages there are; wait so long for the first one."""
         while not self._is_stopping and self._socket.poll(wait_ms):
             wait_ms = 0
             message = client_message_decoder.decode(self._socket.recv())
@@ -140,14 +168,18 @@ class EngineCore:
 
     def _add(self, request: GenerateRequest) -> None:
         try:
+            if self._is_draining:
+                raise AdmissionError("the engine is leaving", reason="draining", retry_after_s=1.0)
             self._engine.add_request(request)
         except Exception as error:  # whatever is wrong with one request is that request's affair
             self._send(RequestRefused(request_id=request.request_id, error=to_wire_error(error)))
 
-    def _push_stats(self) -> None:
-        self._next_stats_s = self._clock() + STATS_INTERVAL_S
+    def _push_stats(self, *, is_heartbeat: bool = False) -> None:
+        now = self._clock()
+        self._next_stats_s = now + STATS_INTERVAL_S
         stats = self._engine.stats()
-        if stats != self._sent_stats:
+        if stats != self._sent_stats or is_heartbeat:
+            self._next_heartbeat_s = now + HEARTBEAT_S
             self._sent_stats = stats
             self._send(stats)
 

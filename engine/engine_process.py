@@ -12,8 +12,9 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from engine.core_process import run_engine_core
+from engine.core_process import JOURNAL_NAME, run_engine_core
 from engine.errors import EngineError
+from engine.start_journal import read_started
 from engine.wire import ClientMessage, CoreMessage, ShutdownRequest, core_message_decoder, encoder
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,6 @@ _MAX_SOCKET_PATH = 100  # sun_path holds 104 bytes on some systems, 108 on Linux
 _SOCKET_NAME = "engine.sock"
 _LAST_WORDS_S = 0.05
 _POLL_S = 1.0
-_TERMINATE_S = 2.0
 
 
 class EngineProcess:
@@ -82,14 +82,16 @@ class EngineProcess:
         await asyncio.sleep(_LAST_WORDS_S)
 
     async def stop(self, grace_s: float) -> None:
-        """End the process: ask, after ``grace_s`` terminate, then kill."""
+        """End the process: ask, and kill it after ``grace_s``."""
         self.send(ShutdownRequest())
         if not await self._ends_within(grace_s):
-            logger.warning("the engine process did not leave within %.0f s and is terminated", grace_s)
-            self._process.terminate()
-            if not await self._ends_within(_TERMINATE_S):
-                self._process.kill()
-                await self.wait_ended()
+            logger.warning("the engine process did not leave within %.0f s and is killed", grace_s)
+            self._process.kill()
+            await self.wait_ended()
+
+    def started_request_ids(self) -> set[str]:
+        """Requests that the process has begun to compute; to be asked between its end and ``release``."""
+        return read_started(self._folder / JOURNAL_NAME)
 
     def kill(self) -> None:
         """End the process at once."""

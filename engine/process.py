@@ -1,14 +1,15 @@
 """The engine seen from the gateway: an asynchronous client of a supervised engine process.
 
 ``EngineClient`` spawns the process, gives each request its own queue of outputs, and watches over the process. When it
-dies, every request in flight fails with EngineDeadError at once, and a new process is started, after a pause that
-doubles with each failure in a row. Requests made meanwhile fail with EngineDeadError, which says when to come again.
+dies, or does not come back from a step, every request that it had begun to compute fails with EngineDeadError at once,
+and a new process is started, after a pause that doubles with each failure in a row. Requests that were only queued are
+kept and given to the new process. Those made meanwhile fail with EngineDeadError, which says when to come again.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import msgspec
 from engine.chat_template import ChatTokenizer
 from engine.config import EngineConfig
 from engine.engine_process import EngineProcess
-from engine.errors import EngineDeadError, EngineError
+from engine.errors import AdmissionError, EngineDeadError, EngineError
 from engine.outputs import AbortRequest, EngineStats, GenerateRequest, ModelInfo, RequestOutput
 from engine.wire import EngineFailed, EngineReady, OutputBatch, RequestRefused, to_exception
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ENGINE = "engine.llm_engine:LLMEngine.from_config"
 _FAREWELL_S = 5.0
+_MAX_SENDS = 4  # of a queued request, to processes that die without having begun it
 _NO_STATS = EngineStats(
     num_running=0,
     num_waiting=0,
@@ -48,10 +50,29 @@ class RestartPolicy:
     """A process that lived this long does not count as a failure in a row."""
     start_timeout_s: float = 600.0
     """Longest start, loading the model included."""
+    step_timeout_s: float = 300.0
+    """A process that has work and has given no sign of life for so long hangs in a step, and is killed."""
+    keep_queued_s: float = 60.0
+    """Queued requests wait so long for the next process; then they fail, when another start has failed."""
 
     def delay_s(self, num_failures: int) -> float:
         """Pause after the ``num_failures``-th failure in a row, counted from 1."""
         return min(self.first_delay_s * 2.0 ** min(num_failures - 1, 32), self.max_delay_s)
+
+
+@dataclass(slots=True)
+class _PendingRequest:
+    """A request that has not ended, and where its outputs go."""
+
+    request: GenerateRequest
+    outputs: asyncio.Queue[RequestOutput | Exception]
+    num_sends: int = 0
+    has_outputs: bool = False
+
+    @property
+    def can_be_sent_again(self) -> bool:
+        """Nobody has seen a part of the answer, and it does not seem to be what ends one process after the other."""
+        return not self.has_outputs and self.num_sends < _MAX_SENDS
 
 
 class EngineClient:
@@ -69,7 +90,9 @@ class EngineClient:
         self._process: EngineProcess | None = None
         self._info: ModelInfo | None = None
         self._stats = _NO_STATS
-        self._queues: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._pending: dict[str, _PendingRequest] = {}
+        self._last_sign_s = 0.0
+        self._died_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self._death = "it has not been started"
         self._back_at_s = 0.0
@@ -124,28 +147,30 @@ class EngineClient:
         process = self._process
         if process is None or process.has_ended:
             raise self._dead_error()
-        if request.request_id in self._queues:
+        if request.request_id in self._pending:
             raise ValueError(f"request_id {request.request_id!r} is in use")
-        queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._queues[request.request_id] = queue
+        if not self._pending:
+            self._last_sign_s = asyncio.get_running_loop().time()  # so far there was nothing to give a sign of
+        pending = _PendingRequest(request, asyncio.Queue())
+        self._pending[request.request_id] = pending
         is_finished = False
         try:
-            process.send(request)
+            self._send(pending, process)
             while not is_finished:
-                item = await queue.get()
+                item = await pending.outputs.get()
                 if isinstance(item, Exception):
                     is_finished = True
                     raise item
                 is_finished = item.finish_reason is not None
                 yield item
         finally:
-            del self._queues[request.request_id]
-            if not is_finished:
-                process.send(AbortRequest(request_id=request.request_id))
+            del self._pending[request.request_id]
+            if not is_finished and self._process is not None:
+                self._process.send(AbortRequest(request_id=request.request_id))
 
     async def abort(self, request_id: str) -> None:
         """End a request from outside; its iterator gets a last output with ``finish_reason`` ``abort``."""
-        if self._process is not None and request_id in self._queues:
+        if self._process is not None and request_id in self._pending:
             self._process.send(AbortRequest(request_id=request_id))
 
     async def close(self, grace_s: float = 5.0) -> None:
@@ -161,6 +186,7 @@ class EngineClient:
                 self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
+        self._fail(self._pending)
 
     async def _supervise(self, process: EngineProcess) -> None:
         num_failures = 0
@@ -182,10 +208,15 @@ class EngineClient:
                 except Exception as error:
                     num_failures += 1
                     self._death = f"it could not be started again: {error}"
+                    if loop.time() - self._died_s > self._restart.keep_queued_s:
+                        self._fail(self._pending)
                     logger.error("the engine could not be started again: %s", error)
                 else:
                     self.num_restarts += 1
                     logger.warning("the engine has been started again, process %s", process.pid)
+                    self._last_sign_s = loop.time()
+                    for pending in self._pending.values():
+                        self._send(pending, process)
                     break
 
     async def _launch(self) -> EngineProcess:
@@ -222,9 +253,10 @@ class EngineClient:
                 process.abandon()
 
     async def _serve(self, process: EngineProcess) -> str:
-        """Pass outputs on until the process ends; then fail what is in flight. Returns how it ended."""
+        """Pass outputs on until the process ends; then fail what it had begun. Returns how it ended."""
         reader = asyncio.create_task(self._read(process), name="engine-reader")
         ended = asyncio.create_task(process.wait_ended(), name="engine-watch")
+        hanging = asyncio.create_task(self._wait_for_hang(process), name="engine-hang-watch")
         try:
             await asyncio.wait((reader, ended), return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():  # it said that it is broken, or something that is no message
@@ -236,22 +268,41 @@ class EngineClient:
         finally:
             reader.cancel()
             ended.cancel()
-        (said,) = await asyncio.gather(reader, return_exceptions=True)
+            hanging.cancel()
+        said, _, hang = await asyncio.gather(reader, ended, hanging, return_exceptions=True)
+        started = process.started_request_ids()
         how = await process.release()
         self._process = None
         if not self._is_closing:
             reason = how if isinstance(said, asyncio.CancelledError) else said
+            reason = reason if isinstance(hang, BaseException) else hang
             self._death = f"{reason}; it is being started again"
         delay_s = self._restart.delay_s(1)
         self._back_at_s = asyncio.get_running_loop().time() + delay_s + self._last_start_s
-        for queue in self._queues.values():
-            queue.put_nowait(self._dead_error())
+        self._died_s = asyncio.get_running_loop().time()
+        if self._is_closing:
+            self._fail(self._pending)
+        else:
+            self._fail([name for name, one in self._pending.items() if name in started or not one.can_be_sent_again])
         return self._death
+
+    async def _wait_for_hang(self, process: EngineProcess) -> str:
+        """Kill the process when it has work and gives no sign of life; returns what to say of it."""
+        timeout_s = self._restart.step_timeout_s
+        loop = asyncio.get_running_loop()
+        while True:
+            silent_s = loop.time() - self._last_sign_s if self._pending else 0.0
+            if silent_s > timeout_s:
+                logger.error("the engine has not come back from a step for %.1f s and is killed", silent_s)
+                process.kill()
+                return f"a step did not end within {timeout_s:g} s"
+            await asyncio.sleep(min(1.0, max(timeout_s - silent_s, 0.01)))
 
     async def _read(self, process: EngineProcess) -> str:
         """Dispatch messages until the engine says that it is broken; returns what it says."""
         while True:
             message = await process.receive()
+            self._last_sign_s = asyncio.get_running_loop().time()
             match message:
                 case OutputBatch():
                     for output in message.outputs:
@@ -259,16 +310,27 @@ class EngineClient:
                 case EngineStats():
                     self._stats = message
                 case RequestRefused():
-                    self._deliver(message.request_id, to_exception(message.error))
+                    error = to_exception(message.error)
+                    if not (isinstance(error, AdmissionError) and error.reason == "draining"):
+                        self._deliver(message.request_id, error)  # else it is kept for the next process
                 case EngineFailed():
                     return f"it broke with {message.error.message}"
                 case EngineReady():
                     raise AssertionError("the engine said twice that it is ready")
 
+    def _send(self, pending: _PendingRequest, process: EngineProcess) -> None:
+        pending.num_sends += 1
+        process.send(pending.request)
+
     def _deliver(self, request_id: str, item: RequestOutput | Exception) -> None:
-        queue = self._queues.get(request_id)
-        if queue is not None:  # else its caller has left
-            queue.put_nowait(item)
+        pending = self._pending.get(request_id)
+        if pending is not None:  # else its caller has left
+            pending.has_outputs = True
+            pending.outputs.put_nowait(item)
+
+    def _fail(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._deliver(request_id, self._dead_error())
 
     def _dead_error(self) -> EngineDeadError:
         retry_after_s = max(self._back_at_s - asyncio.get_running_loop().time(), 1.0)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -14,7 +15,7 @@ from engine.errors import ModelError, PromptTooLongError, QueueFullError
 from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
 from engine.sampling_params import SamplingParams
 
-ANSWER, DIE, BREAK, QUEUE_FULL, TOO_LONG, MALFORMED, ODD, SLEEP, STALL = range(9)
+ANSWER, DIE, BREAK, QUEUE_FULL, TOO_LONG, MALFORMED, ODD, SLEEP, STALL, HOLD = range(10)
 
 FAKE = "factories_process:FakeEngine"
 STEP_S = 0.001
@@ -50,6 +51,10 @@ class FakeEngine:
             attention_backend="torch" if "torch" in sys.modules else "none",
         )
         self._running: dict[str, tuple[GenerateRequest, int]] = {}
+        self.on_started: Callable[[list[str]], None] | None = None
+        self._started: set[str] = set()
+        self._hold = folder / "hold"
+        """While this file exists, requests with ``HOLD`` stay in the queue."""
         self._num_steps = 0
         self._generation_tokens = 0
 
@@ -77,7 +82,17 @@ class FakeEngine:
         return _output(request, "", num_output_tokens, "abort")
 
     def step(self) -> list[RequestOutput]:
-        commands = {request.prompt_token_ids[0] for request, _ in self._running.values()}
+        begun = [
+            request_id
+            for request_id, (request, _) in self._running.items()
+            if request.prompt_token_ids[0] != HOLD or not self._hold.exists()
+        ]
+        if self.on_started is not None:
+            self.on_started([request_id for request_id in begun if request_id not in self._started])
+        self._started.update(begun)
+        commands = {self._running[request_id][0].prompt_token_ids[0] for request_id in begun}
+        if not begun:
+            return []
         if DIE in commands:
             os.kill(os.getpid(), signal.SIGKILL)
         if BREAK in commands:
@@ -90,7 +105,7 @@ class FakeEngine:
         self._num_steps += 1
         outputs = []
         for request_id, (request, num_output_tokens) in list(self._running.items()):
-            if request.prompt_token_ids[0] == STALL:
+            if request.prompt_token_ids[0] == STALL or request_id not in begun:
                 continue
             text = "x" if num_output_tokens else f"{len(request.prompt_token_ids)},"
             num_output_tokens += 1

@@ -16,6 +16,7 @@ from factories_process import (
     BREAK,
     DIE,
     FAKE,
+    HOLD,
     MALFORMED,
     ODD,
     QUEUE_FULL,
@@ -198,6 +199,90 @@ async def test_engine_that_dies_by_a_request_comes_back(tmp_path: Path) -> None:
             await until(lambda: client.is_alive)
         assert len(await collect(client, make_request())) == 3
         assert client.num_restarts == 2
+
+
+async def test_queued_requests_are_kept_over_a_restart(tmp_path: Path) -> None:
+    async with started(tmp_path) as client:
+        (tmp_path / "hold").touch()
+        queued = [asyncio.create_task(collect(client, make_request(f"q{i}", command=HOLD))) for i in range(3)]
+        running = asyncio.create_task(collect(client, make_request("r", max_tokens=10**6)))
+        await until(lambda: client.stats.num_running == 4)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+            await running
+        (tmp_path / "hold").unlink()
+        assert [len(outputs) for outputs in await asyncio.gather(*queued)] == [3, 3, 3]
+        assert client.num_restarts == 1
+
+
+async def test_queued_requests_fail_when_the_engine_does_not_come_back(tmp_path: Path) -> None:
+    restart = RestartPolicy(first_delay_s=0.05, max_delay_s=0.1, start_timeout_s=30, keep_queued_s=0.2)
+    client = await EngineClient.start(make_config(tmp_path), factory=FAKE, restart=restart)
+    try:
+        (tmp_path / "hold").touch()
+        (tmp_path / "broken-model").touch()
+        queued = asyncio.create_task(collect(client, make_request("q", command=HOLD)))
+        await until(lambda: client.stats.num_running == 1)
+        with pytest.raises(EngineDeadError):
+            await collect(client, make_request(command=DIE))
+        with pytest.raises(EngineDeadError, match="could not be started again"):
+            await queued
+    finally:
+        await client.close()
+
+
+async def test_close_fails_requests_that_wait_for_the_next_process(tmp_path: Path) -> None:
+    restart = RestartPolicy(first_delay_s=60.0)
+    client = await EngineClient.start(make_config(tmp_path), factory=FAKE, restart=restart)
+    (tmp_path / "hold").touch()
+    queued = asyncio.create_task(collect(client, make_request("q", command=HOLD)))
+    await until(lambda: client.stats.num_running == 1)
+    with pytest.raises(EngineDeadError):
+        await collect(client, make_request(command=DIE))
+    assert not queued.done()
+    await client.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await queued
+
+
+async def test_step_that_hangs_is_ended_and_only_its_requests_fail(tmp_path: Path) -> None:
+    restart = RestartPolicy(first_delay_s=0.05, start_timeout_s=30, step_timeout_s=3.0)
+    client = await EngineClient.start(make_config(tmp_path), factory=FAKE, restart=restart)
+    try:
+        hanging = asyncio.create_task(collect(client, make_request("sleep", command=SLEEP)))
+        await asyncio.sleep(0.3)
+        late = asyncio.create_task(collect(client, make_request("late")))  # the process cannot even read it
+        with pytest.raises(EngineDeadError, match="a step did not end within 3 s"):
+            await hanging
+        assert len(await late) == 3
+    finally:
+        await client.close()
+
+
+async def test_sigterm_lets_the_engine_finish_what_it_has_and_keep_what_comes_for_the_next(tmp_path: Path) -> None:
+    async with started(tmp_path) as client:
+        first_pid = client.pid
+        assert first_pid is not None
+        running = asyncio.create_task(collect(client, make_request("r", max_tokens=300)))
+        await until(lambda: client.stats.num_running == 1)
+        os.kill(first_pid, signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(collect(client, make_request("late")))
+        assert len(await running) == 300
+        assert len(await late) == 3
+        assert client.pid != first_pid
+        assert not is_running(first_pid)
+
+
+async def test_idle_engine_leaves_on_sigterm_and_another_one_comes(tmp_path: Path) -> None:
+    async with started(tmp_path) as client:
+        first_pid = client.pid
+        assert first_pid is not None
+        os.kill(first_pid, signal.SIGTERM)
+        await until(lambda: not is_running(first_pid))
+        await until(lambda: client.is_alive)
+        assert len(await collect(client, make_request())) == 3
 
 
 async def test_broken_invariant_says_what_broke_and_is_survived(tmp_path: Path) -> None:
