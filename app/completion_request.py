@@ -15,6 +15,7 @@ from app.schemas import (
     ChatMessage,
     CompletionBody,
     Document,
+    DocumentAccess,
     ImagePart,
     Overrides,
     RefusalPart,
@@ -24,7 +25,7 @@ from app.schemas import (
 from engine.errors import GrammarError
 from engine.grammar import ANY_OBJECT, check_schema
 from engine.sampling_params import SamplingParams
-from reducer.prompt import Passage, PromptParts
+from reducer.prompt import AccessRule, Passage, PromptParts
 
 MAX_STOP_STRINGS = 16
 MAX_NUM_BIASED_TOKENS = 1024
@@ -317,11 +318,19 @@ def _passages(documents: Sequence[Document]) -> tuple[Passage, ...]:
             title=document.title,
             source=document.source,
             score=document.score,
-            acl=None if document.acl is None else tuple(document.acl),
+            acl=_acl(document.acl),
             metadata=document.metadata or {},
         )
         for index, document in enumerate(documents)
     )
+
+
+def _acl(acl: list[str] | DocumentAccess | None) -> tuple[str, ...] | AccessRule | None:
+    """Of an access label on the wire, the one that the reducer reads."""
+    if isinstance(acl, DocumentAccess):
+        any_of = None if acl.any_of is None else tuple(acl.any_of)
+        return AccessRule(any_of=any_of, all_of=tuple(acl.all_of), deny=tuple(acl.deny))
+    return None if acl is None else tuple(acl)
 
 
 def _name_of(index: int, taken: Mapping[str, int]) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from app.auth import Principal
 from app.errors import NotFoundError
 from app.settings import ReceiptSettings
-from reducer.prompt import Passage, PromptParts
+from reducer.prompt import AccessRule, Passage, PromptParts
 from reducer.result import BudgetReport, PassageDecision, ReductionResult, StageReport, TurnDecision
 
 
@@ -28,7 +28,7 @@ class OriginalDocument(msgspec.Struct, frozen=True, kw_only=True):
     title: str | None
     source: str | None
     score: float | None
-    acl: list[str] | None
+    acl: list[str] | dict[str, Any] | None
     metadata: dict[str, Any]
 
 
@@ -127,9 +127,17 @@ def _original(passage: Passage) -> OriginalDocument:
         title=passage.title,
         source=passage.source,
         score=passage.score,
-        acl=None if passage.acl is None else list(passage.acl),
+        acl=_acl(passage.acl),
         metadata=dict(passage.metadata),
     )
+
+
+def _acl(acl: tuple[str, ...] | AccessRule | None) -> list[str] | dict[str, Any] | None:
+    """The access label as it was sent."""
+    if isinstance(acl, AccessRule):
+        rule: dict[str, Any] = {"all_of": list(acl.all_of), "deny": list(acl.deny)}
+        return rule if acl.any_of is None else {"any_of": list(acl.any_of), **rule}
+    return None if acl is None else list(acl)
 
 
 class ReceiptStore:

@@ -96,6 +96,16 @@ class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["function"] = "function"
 
 
+class DocumentAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may read a document: one of ``any_of``, all of ``all_of``, none of ``deny``."""
+
+    any_of: list[str] | None = None
+    """Absent asks for none of them, an empty list admits nobody."""
+    all_of: list[str] = []
+    deny: list[str] = []
+    """Without ``any_of`` and ``all_of`` the document is unlabelled for everybody else."""
+
+
 class Document(msgspec.Struct, frozen=True, kw_only=True):
     """One retrieved passage."""
 
@@ -105,8 +115,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     title: str | None = None
     source: str | None = None
     score: float | None = None
-    acl: list[str] | None = None
-    """Groups any of which may read it; absent is unlabelled, an empty list is nobody."""
+    acl: list[str] | DocumentAccess | None = None
+    """Groups any of which may read it, or a rule; absent is unlabelled, an empty list is nobody."""
     metadata: dict[str, Any] | None = None
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reducer.prompt import Caller, Passage
+from reducer.prompt import AccessRule, Caller, Passage
 
 
 class Readable(NamedTuple):
@@ -14,10 +14,15 @@ class Readable(NamedTuple):
 
 
 def can_read(passage: Passage, caller: Caller) -> bool:
-    """Whether one of the caller's groups is listed; an empty list admits nobody, no list means unlabelled."""
-    if passage.acl is None:
+    """Whether the passage's rule admits the caller's groups; a plain list is ``any_of``. A denied group goes first."""
+    acl = passage.acl
+    rule = acl if isinstance(acl, AccessRule) else AccessRule(any_of=acl)
+    if not caller.groups.isdisjoint(rule.deny):
+        return False
+    if rule.any_of is None and not rule.all_of:
         return not caller.deny_unlabelled
-    return not caller.groups.isdisjoint(passage.acl)
+    has_one = rule.any_of is None or not caller.groups.isdisjoint(rule.any_of)
+    return has_one and caller.groups.issuperset(rule.all_of)
 
 
 def filter_readable(passages: Sequence[Passage], caller: Caller) -> Readable:

@@ -9,6 +9,21 @@ WireMessage = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class AccessRule:
+    """Who may read a passage: one of ``any_of``, all of ``all_of``, none of ``deny``.
+
+    A rule that names no reader, only who is denied, counts as unlabelled for everybody else.
+    """
+
+    any_of: tuple[str, ...] | None = None
+    """Groups one of which the caller must have; ``None`` asks for none, an empty list admits nobody."""
+    all_of: tuple[str, ...] = ()
+    """Groups all of which the caller must have."""
+    deny: tuple[str, ...] = ()
+    """Groups none of which the caller may have, whatever else it has."""
+
+
+@dataclass(frozen=True, slots=True)
 class Passage:
     """One retrieved passage. The wire calls it a document."""
 
@@ -18,8 +33,8 @@ class Passage:
     source: str | None = None
     score: float | None = None
     """The retriever's own score; any scale, higher is better."""
-    acl: tuple[str, ...] | None = None
-    """Groups any of which may read it; ``None`` is unlabelled."""
+    acl: tuple[str, ...] | AccessRule | None = None
+    """Groups any of which may read it, or a rule; ``None`` is unlabelled."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 

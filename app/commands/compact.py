@@ -95,4 +95,5 @@ def show(answer: dict[str, Any]) -> None:
             )
         console.print(documents)
     if answer["denied_documents"]:
-        console.print(f"{answer['denied_documents']} documents denied", highlight=False)
+        num_denied = answer["denied_documents"]
+        console.print(f"{num_denied} document{'' if num_denied == 1 else 's'} denied", highlight=False)
