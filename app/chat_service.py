@@ -21,6 +21,7 @@ from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import LimitSettings
 from app.workers import WorkerPool
+from engine.errors import OutputTooLongError
 from reducer.prompt import PromptParts
 
 INLINE_BODY_BYTES = 16 * 1024
@@ -71,7 +72,9 @@ class ChatService:
         drain: Drain,
         served_model: ServedModel,
         limits: LimitSettings,
+        refuse_long_outputs: bool = False,
     ) -> None:
+        """``refuse_long_outputs``: a ``max_tokens`` beyond the room that the prompt leaves is an error, not reduced."""
         self._backend = backend
         self._compactor = compactor
         self._workers = workers
@@ -82,6 +85,7 @@ class ChatService:
         self._drain = drain
         self._served_model = served_model
         self._limits = limits
+        self._refuse_long_outputs = refuse_long_outputs
 
     async def compact(self, arrival: Arrival) -> Compaction:
         """Reduces a prompt and generates nothing. Charges a request, no tokens."""
@@ -146,6 +150,8 @@ class ChatService:
         request, result = compaction.request, compaction.result
         room = self._backend.info.max_model_len - result.prompt_tokens
         assert room >= 1, "the budget leaves room for an output token"
+        if self._refuse_long_outputs and request.max_tokens is not None and request.max_tokens > room:
+            raise OutputTooLongError(request.max_tokens, room)
         max_tokens = min(request.max_tokens or self._limits.default_max_tokens or room, room)
         request.check_vocabulary(self._backend.info.vocab_size)
         request_id = compaction.receipt_id.replace("rcpt_", "gen_")

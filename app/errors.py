@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 
-from engine.errors import EngineDeadError, EngineError, PromptTooLongError, QueueFullError
+from engine.errors import AdmissionError, EngineDeadError, EngineError, OutputTooLongError, PromptTooLongError
 from reducer.errors import BudgetExceededError, InvalidPromptError, ReducerError
 from reducer.prompt import Budget
 
@@ -154,6 +154,8 @@ def _context_length(error: Exception) -> ErrorAnswer:
 
 
 def _prompt_too_long(error: PromptTooLongError) -> ErrorAnswer:
+    if error.is_input_limit:
+        return _context_length(error)
     return _context_length(ContextLengthError(error.max_model_len, error.num_prompt_tokens))
 
 
@@ -164,6 +166,17 @@ def _not_found(error: NotFoundError) -> ErrorAnswer:
 def _rate_limit(error: RateLimitError) -> ErrorAnswer:
     headers = _retry_after(error.retry_after_s)
     return ErrorAnswer(429, error.kind, str(error), None, "rate_limit_exceeded", headers)
+
+
+def _output_too_long(error: OutputTooLongError) -> ErrorAnswer:
+    return ErrorAnswer(400, "invalid_request_error", str(error), "max_tokens", "context_length_exceeded")
+
+
+def _refused(error: AdmissionError) -> ErrorAnswer:
+    """429 where the tenant itself is the reason, 503 where the load of all is."""
+    if error.reason == "tenant_queue":
+        return ErrorAnswer(429, "tokens", str(error), None, "rate_limit_exceeded", _retry_after(error.retry_after_s))
+    return _unavailable(error)
 
 
 def _unavailable(error: Any) -> ErrorAnswer:
@@ -219,7 +232,8 @@ TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
     RateLimitError: _rate_limit,
     ClientDisconnectedError: lambda error: ErrorAnswer(499, "client_closed_request", str(error)),
     GenerationError: _failed,
-    QueueFullError: _unavailable,
+    OutputTooLongError: _output_too_long,
+    AdmissionError: _refused,
     EngineDeadError: _unavailable,
     OverloadedError: _unavailable,
     ShuttingDownError: _unavailable,

@@ -98,6 +98,7 @@ class Gateway:
             drain=self.drain,
             served_model=self.served_model,
             limits=settings.limits,
+            refuse_long_outputs=settings.engine.admission.max_tokens_overflow == "refuse",
         )
 
     async def _load_encoder(self) -> Encoder | None:

@@ -47,6 +47,10 @@ class BackendRequest:
     sampling: SamplingParams
     cache_salt: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    """A higher one goes first."""
+    deadline_ms: float | None = None
+    """Longest useful time to the first token; what cannot keep it is refused or ends with an error."""
 
 
 class Backend(Protocol):
@@ -84,6 +88,6 @@ class Backend(Protocol):
         """The outputs of one request as they come; the last one carries ``finish_reason``.
 
         Closing the iterator, and cancelling a task that waits for it, frees what the request holds.
-        Raises ``QueueFullError``, ``EngineDeadError`` or ``PromptTooLongError``.
+        Raises ``AdmissionError``, ``EngineDeadError``, ``PromptTooLongError`` or ``OutputTooLongError``.
         """
         ...

@@ -104,6 +104,8 @@ class EmbeddedBackend:
                 prompt_token_ids=prompt_token_ids,
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
+                priority=request.priority,
+                deadline_ms=request.deadline_ms,
             )
         )
         # Closing the client's iterator aborts in the engine; it does so without waiting, so that a cancelled task can.

@@ -7,7 +7,14 @@ from litestar.exceptions import NotFoundException as UnknownRoute
 
 from app import errors
 from app.errors import ContextLengthError, ErrorAnswer, RateLimitError, answer_of
-from engine.errors import EngineDeadError, EngineError, PromptTooLongError, QueueFullError
+from engine.errors import (
+    AdmissionError,
+    EngineDeadError,
+    EngineError,
+    OutputTooLongError,
+    PromptTooLongError,
+    QueueFullError,
+)
 from reducer.errors import BudgetExceededError, InvalidPromptError
 from reducer.prompt import Budget
 
@@ -33,6 +40,17 @@ from reducer.prompt import Budget
         (errors.GenerationError("x"), 500, "server_error", None, None),
         (EngineDeadError("gone", 3.2), 503, "overloaded", None, None),
         (QueueFullError(7, 2.0), 503, "overloaded", None, None),
+        (
+            PromptTooLongError(20, 10, is_input_limit=True),
+            400,
+            "invalid_request_error",
+            "context_length_exceeded",
+            "messages",
+        ),
+        (OutputTooLongError(20, 10), 400, "invalid_request_error", "context_length_exceeded", "max_tokens"),
+        (AdmissionError("x", reason="deadline", retry_after_s=2.0), 503, "overloaded", None, None),
+        (AdmissionError("x", reason="kv_watermark", retry_after_s=2.0), 503, "overloaded", None, None),
+        (AdmissionError("x", reason="tenant_queue", retry_after_s=2.0), 429, "tokens", "rate_limit_exceeded", None),
         (errors.OverloadedError("x"), 503, "overloaded", None, None),
         (EngineError("internal detail"), 500, "server_error", None, None),
         (ZeroDivisionError("internal detail"), 500, "server_error", None, None),
@@ -53,7 +71,12 @@ def test_every_error_class_of_the_gateway_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [EngineDeadError("x", 3.2), QueueFullError(1, 4.0), RateLimitError("x", kind="tokens", retry_after_s=3.01)],
+    [
+        EngineDeadError("x", 3.2),
+        QueueFullError(1, 4.0),
+        AdmissionError("x", reason="tenant_queue", retry_after_s=3.5),
+        RateLimitError("x", kind="tokens", retry_after_s=3.01),
+    ],
 )
 def test_what_may_be_tried_again_says_when_in_whole_seconds_rounded_up(error: Exception) -> None:
     assert answer_of(error).headers == {"Retry-After": "4"}
