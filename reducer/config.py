@@ -135,15 +135,14 @@ class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Which passages, and how much of them, go into the prompt."""
 
     relative_threshold: float = 0.75
-    """A passage scored below this share of the second best one is noise and is dropped even when budget is free."""
+    """A passage scored below this share of the second best one is noise and is dropped even when budget is free. Counts
+    in full when all passages would fit, and less the more the budget cuts by itself."""
     linked_threshold: float = 0.6
     """The same where one of the best passages names another one: the question may need a chain of passages."""
     min_passages: int = 6
     """As many passages, best first, stay at a lower score,"""
     min_passages_threshold: float = 0.3
     """which is this share of the second best one."""
-    fill_threshold: float = 0.1
-    """The share where the request states its budget: it is meant to be spent, so only clear noise goes."""
     top_k: int | None = None
     """Most passages in the prompt; ``None`` leaves it to threshold and budget."""
     min_trimmed_tokens: int = 16
@@ -154,7 +153,6 @@ class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         _check_share("linked_threshold", self.linked_threshold)
         _check_at_least("min_passages", self.min_passages, 0)
         _check_share("min_passages_threshold", self.min_passages_threshold)
-        _check_share("fill_threshold", self.fill_threshold)
         _check_at_least("min_trimmed_tokens", self.min_trimmed_tokens, 1)
         if self.top_k is not None:
             _check_at_least("top_k", self.top_k, 1)

@@ -49,12 +49,12 @@ def select(
     filtered: list[Filtered] = []
     is_bound = False
     for candidate in shortlist.candidates:
-        overhead = candidate.num_label_tokens + 1  # label, title, line break
-        if candidate.num_tokens + overhead <= left:
+        overhead = cost(candidate) - candidate.num_tokens
+        if cost(candidate) <= left:
             is_relevant = (candidate.score or 0.0) >= shortlist.threshold
             reason = "relevant" if is_relevant else "among the best passages"
             selected.append(Selected(candidate, whole_spans(candidate.passage.text), candidate.num_tokens, reason))
-            left -= candidate.num_tokens + overhead
+            left -= cost(candidate)
             continue
         is_bound = True
         extract = None
@@ -70,29 +70,38 @@ def select(
 
 def shortlist(
     ranked: Sequence[Candidate],
+    allowance: int,
     config: SelectionConfig,
     rerank: Callable[[Sequence[Candidate]], Sequence[Candidate]],
-    *,
-    fills_budget: bool,
 ) -> Shortlist:
-    """Drop noise from candidates sorted best first, until what is left has no noise by its own measure.
+    """Drop noise from candidates sorted best first.
 
-    Without the noise the scores of the others shift a little, and one of them may turn out to be noise beside the rest.
+    With all passages fitting into ``allowance`` tokens this goes on until what is left has no noise by its own measure:
+    without the noise the scores of the others shift a little, and one of them may turn out to be noise beside the rest.
     So ``rerank`` scores what is left again, and the outcome of a reduction stays as it is when it is reduced again.
-    ``fills_budget`` is for a budget that somebody stated, to be spent: then only clear noise goes.
     """
     filtered = [Filtered(candidate, "dropped", "empty") for candidate in ranked if not candidate.passage.text.strip()]
     left = [candidate for candidate in ranked if candidate.passage.text.strip()]
     top_k = len(left) if config.top_k is None else config.top_k
     filtered.extend(Filtered(candidate, "dropped", f"beyond top_k {top_k}") for candidate in left[top_k:])
     left = left[:top_k]
+    freedom = budget_freedom(left, allowance)
     while True:
-        threshold = noise_threshold(left, config, fills_budget=fills_budget)
-        relevant, noise = drop_noise(left, threshold, config)
+        threshold = noise_threshold(left, config)
+        relevant, noise = drop_noise(left, threshold, freedom, config)
         filtered.extend(noise)
-        if not noise or fills_budget:
+        if not noise or freedom < 1.0:
             return Shortlist(tuple(relevant), tuple(filtered), threshold)
         left = list(rerank(relevant))
+
+
+def budget_freedom(candidates: Sequence[Candidate], allowance: int) -> float:
+    """How much the noise limits count: 1 when all passages fit, less the more the budget cuts by itself.
+
+    A tight budget is there to be spent: with half of the passages fitting, a quarter of the threshold is left.
+    """
+    total = sum(cost(candidate) for candidate in candidates)
+    return min(1.0, max(allowance, 0) / total) ** 2 if total > 0 else 1.0
 
 
 def by_gain_per_token(ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -105,7 +114,7 @@ def by_gain_per_token(ranked: Sequence[Candidate]) -> list[Candidate]:
     return [*ranked[:1], *sorted(ranked[1:], key=lambda candidate: (-gain(candidate), candidate.position))]
 
 
-def noise_threshold(ranked: Sequence[Candidate], config: SelectionConfig, *, fills_budget: bool) -> float:
+def noise_threshold(ranked: Sequence[Candidate], config: SelectionConfig) -> float:
     """The score below which a passage is noise, for candidates sorted best first.
 
     The second best score is the measure: the best one may stand far above all others.
@@ -113,24 +122,28 @@ def noise_threshold(ranked: Sequence[Candidate], config: SelectionConfig, *, fil
     if len(ranked) < 2:
         return 0.0
     measure = ranked[1].score or 0.0
-    if fills_budget:
-        return config.fill_threshold * measure
     is_chain = any(candidate.is_linked for candidate in ranked)
     return (config.linked_threshold if is_chain else config.relative_threshold) * measure
 
 
 def drop_noise(
-    ranked: Sequence[Candidate], threshold: float, config: SelectionConfig
+    ranked: Sequence[Candidate], threshold: float, freedom: float, config: SelectionConfig
 ) -> tuple[list[Candidate], list[Filtered]]:
     """Split candidates, best first, into those worth their tokens, by gain per token, and the rest with the reasons."""
-    lowest = min(threshold, config.min_passages_threshold * (ranked[1].score or 0.0)) if len(ranked) > 1 else 0.0
+    threshold *= freedom
+    lowest = freedom * config.min_passages_threshold * (ranked[1].score or 0.0) if len(ranked) > 1 else 0.0
     relevant: list[Candidate] = []
     noise: list[Filtered] = []
     for candidate in by_gain_per_token(ranked):
         score = candidate.score or 0.0
-        needed = lowest if len(relevant) < config.min_passages else threshold
+        needed = min(lowest, threshold) if len(relevant) < config.min_passages else threshold
         if score < needed:
             noise.append(Filtered(candidate, "dropped", f"score {score:.2f} below threshold {needed:.2f}"))
             continue
         relevant.append(candidate)
     return relevant, noise
+
+
+def cost(candidate: Candidate) -> int:
+    """Tokens of a whole passage in the prompt: text, label, title, line break."""
+    return candidate.num_tokens + candidate.num_label_tokens + 1

@@ -21,11 +21,14 @@ from reducer.lexical import words
 from reducer.ordering import make_arrange, prefix_key
 from reducer.rank import rank
 from reducer.run import Run, document_tokens_of
-from reducer.selection import SelectionOutcome, select, shortlist
+from reducer.selection import SelectionOutcome, cost, select, shortlist
 from reducer.semantic import merge_similar
 from reducer.stage import Selected
 from reducer.stitching import stitch
 from reducer.template import CLOSING, OPENING, message_text, render_documents
+
+PIECES_EXCESS = 0.1
+"""Most by which the tokens of all pieces may exceed those of the whole prompt, as a share."""
 
 
 def _run_clean(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
@@ -62,9 +65,9 @@ def _run_select(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str
     extractor = Extractor(run.query, config.rank, run.counter, encoder)
     listed = shortlist(
         run.running,
+        run.num_free - run.history_tokens,
         config.selection,
         lambda left: left if run.deadline.is_expired else rank(left, run.query, config.rank, encoder).kept,
-        fills_budget=run.budget.source == "request",
     )
     run.running = listed.candidates
     run.filtered.extend(listed.filtered)
@@ -98,7 +101,7 @@ def _fit(
                 render_documents(run.arrange(selected)) + run.prepared.moved_text,
             ),
             lambda messages: run.counter.count_prompt(messages, run.parts.tools),
-            allowance=run.num_free - run.history_tokens,
+            allowance=_first_allowance(run, num_block_tokens),
             max_tokens=run.budget.max_input_tokens,
         )
         if run.fitted is not None:
@@ -113,6 +116,16 @@ def _fit(
     run.filtered.extend(selection.filtered)
     run.document_tokens = sum(kept.num_tokens + kept.candidate.num_label_tokens for kept in selection.selected)
     return selection.degraded
+
+
+def _first_allowance(run: Run, num_block_tokens: int) -> int:
+    """Tokens to select for first: what is free, or what all passages take, where that may just fit.
+
+    Pieces add up to a little more than the whole. A prompt that fits as it is must not be cut for that.
+    """
+    free = run.num_free - run.history_tokens
+    whole = num_block_tokens + sum(cost(candidate) for candidate in run.running)
+    return whole if free < whole <= free * (1 + PIECES_EXCESS) else free
 
 
 STAGES: tuple[tuple[str, Callable[[Run, ReducerConfig, Encoder | None], str | None]], ...] = (

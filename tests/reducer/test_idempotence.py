@@ -39,7 +39,7 @@ SENTENCES = [
     "| a | b |\n|---|---|\n| 1 | 2 |\n",
 ]
 TEXTS = st.lists(st.sampled_from(SENTENCES), min_size=1, max_size=6).map(" ".join)
-KEEP_ALL = ReducerConfig(min_prompt_tokens=0, selection=SelectionConfig(relative_threshold=0.0, min_passages=100))
+KEEP_ALL = ReducerConfig(min_prompt_tokens=0, selection=SelectionConfig(relative_threshold=0.0, linked_threshold=0.0))
 
 
 def build(texts: list[str]) -> PromptParts:

@@ -1,5 +1,8 @@
 """Noise, order and budget of the selection."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import pytest
 from factories_reducer import HashEncoder, WordCounter
 
@@ -7,7 +10,7 @@ from reducer.config import RankConfig, SelectionConfig
 from reducer.extraction import Extractor
 from reducer.prompt import Passage
 from reducer.rank import Query
-from reducer.selection import SelectionOutcome, by_gain_per_token, noise_limits, select
+from reducer.selection import SelectionOutcome, budget_freedom, by_gain_per_token, select, shortlist
 from reducer.stage import Candidate
 
 
@@ -18,9 +21,18 @@ def candidate(name: str, score: float, num_words: int = 20, *, is_linked: bool =
     )
 
 
-def choose(ranked: list[Candidate], allowance: int, **config: object) -> SelectionOutcome:
+def choose(
+    ranked: list[Candidate],
+    allowance: int,
+    rerank: Callable[[Sequence[Candidate]], Sequence[Candidate]] = lambda left: sorted(
+        left, key=lambda candidate: -(candidate.score or 0.0)
+    ),
+    **config: object,
+) -> SelectionOutcome:
     extractor = Extractor(Query("zebra"), RankConfig(), WordCounter(), HashEncoder())
-    return select(ranked, allowance, 4, SelectionConfig(**config), extractor)  # type: ignore[arg-type]
+    listed = shortlist(ranked, allowance, SelectionConfig(**config), rerank)  # type: ignore[arg-type]
+    outcome = select(listed, allowance, 4, extractor, 16)
+    return replace(outcome, filtered=(*listed.filtered, *outcome.filtered))
 
 
 def kept(outcome: SelectionOutcome) -> list[str]:
@@ -31,7 +43,7 @@ CURVE = [candidate(name, score) for name, score in zip("abcdefgh", (1, 0.8, 0.6,
 
 
 def test_tail_of_the_score_curve_is_dropped_with_budget_to_spare() -> None:
-    outcome = choose(CURVE, 10_000, relative_threshold=0.5, max_free_share=1.0)
+    outcome = choose(CURVE, 10_000, relative_threshold=0.5, min_passages=0)
     assert kept(outcome) == ["a", "b", "c", "d"]
     assert not outcome.is_budget_bound
     assert outcome.filtered[0].reason == "score 0.30 below threshold 0.40"
@@ -39,20 +51,33 @@ def test_tail_of_the_score_curve_is_dropped_with_budget_to_spare() -> None:
 
 def test_chain_of_names_keeps_more() -> None:
     linked = [*CURVE[:4], candidate("e", 0.3, is_linked=True), *CURVE[5:]]
-    outcome = choose(linked, 10_000, relative_threshold=0.5, linked_threshold=0.2, max_free_share=1.0)
+    outcome = choose(linked, 10_000, relative_threshold=0.5, linked_threshold=0.2, min_passages=0)
     assert kept(outcome) == ["a", "b", "c", "d", "e", "f"]
 
 
-def test_beyond_the_free_share_only_strong_passages_stay() -> None:
-    strong = [candidate(name, 0.9 - 0.01 * n) for n, name in enumerate("abcdef")]
-    weak = [candidate(name, 0.6) for name in "ghij"]
-    outcome = choose([*strong, *weak], 10_000, max_free_share=0.3)
-    assert kept(outcome) == list("abcdef")
+def test_few_passages_stay_at_a_lower_score_and_say_so() -> None:
+    outcome = choose(CURVE, 10_000, relative_threshold=0.7, min_passages=6, min_passages_threshold=0.3)
+    assert kept(outcome) == ["a", "b", "c", "d", "e"]
+    assert [item.reason for item in outcome.selected] == ["relevant"] * 3 + ["among the best passages"] * 2
+
+
+def test_noise_is_judged_again_without_the_noise() -> None:
+    rounds: list[list[str]] = []
+
+    def rerank(left: Sequence[Candidate]) -> list[Candidate]:
+        rounds.append([candidate.passage.id for candidate in left])
+        return [replace(c, score=0.0 if c.passage.id == "d" else c.score) for c in left]
+
+    outcome = choose(CURVE, 10_000, rerank, relative_threshold=0.5, min_passages=0)
+    assert rounds == [["a", "b", "c", "d"], ["a", "b", "c"]]
+    assert kept(outcome) == ["a", "b", "c"]
 
 
 def test_tight_budget_decides_instead_of_the_threshold() -> None:
     assert kept(choose(CURVE, 4 + 23 * 4, relative_threshold=1.0)) == ["a", "b", "c", "d"]
-    assert noise_limits(CURVE, 0, SelectionConfig()).threshold == 0
+    assert budget_freedom(CURVE, 0) == 0
+    assert budget_freedom(CURVE, 23 * 4) == 0.25
+    assert budget_freedom(CURVE, 23 * 8) == budget_freedom(CURVE, 10_000) == 1
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.01])
