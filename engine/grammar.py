@@ -27,6 +27,7 @@ ANY_OBJECT = '{"type":"object"}'
 
 _OPTIONS = {"whitespace_pattern": r"[ \n\t]{1,20}"}
 _MAX_CACHED = 64
+_MAX_PREFIX_TOKENS = 4
 _MISSING = "JSON output needs the package llguidance, which is not installed"
 
 
@@ -117,7 +118,34 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(token_id, skip_special=False) for token_id in range(tokenizer.vocab_size)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+        """Tokens that add up to ``text``, where the model would be forced to write it."""
+        string = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        data = string.encode("utf-8", "replace")
+        token_ids = self._tokenizer.encode(string)
+        if self._bytes_of(token_ids) == data:
+            return token_ids
+        # Some vocabularies put a space before a text. Behind a line break of its own, it has none.
+        token_ids = self._tokenizer.encode(f"\n{string}")
+        for start in range(1, min(len(token_ids), _MAX_PREFIX_TOKENS) + 1):
+            if self._bytes_of(token_ids[start:]) == data:
+                return token_ids[start:]
+        return self._longest_pieces(data)
+
+    def _bytes_of(self, token_ids: list[int]) -> bytes:
+        return b"".join(self.tokens[token_id] for token_id in token_ids)
+
+    def _longest_pieces(self, data: bytes) -> list[int]:
+        special = set(self.special_token_ids)
+        by_bytes = {piece: token_id for token_id, piece in enumerate(self.tokens) if piece and token_id not in special}
+        longest = max(map(len, by_bytes))
+        token_ids, position = [], 0
+        while position < len(data):
+            pieces = (data[position : position + length] for length in range(longest, 0, -1))
+            piece = next((piece for piece in pieces if piece in by_bytes), None)
+            if piece is not None:  # else the vocabulary cannot write it, and the sequence will fail there
+                token_ids.append(by_bytes[piece])
+            position += len(piece or b"?")
+        return token_ids
 
 
 @functools.cache

@@ -43,7 +43,8 @@ class TokenCounts:
                 self._add_distinct(known_token_ids[:num_prompt_tokens])
             self._num_seen = num_prompt_tokens
         for token_id in known_token_ids[self._num_seen :]:
-            self._counts[self._place_of(token_id)] += 1
+            place = self._place_of(token_id)  # may move the arrays
+            self._counts[place] += 1
         self._num_seen = len(known_token_ids)
 
     @property
@@ -131,16 +132,17 @@ class LogitsProcessors:
         if not guided:
             return failed
         vocab_size = logits.shape[1]
+        num_masked = self._num_masked(vocab_size)
         masks = np.zeros((len(guided), -(-vocab_size // _MASK_BITS)), dtype=np.int32)
         for mask, (_, sequence) in zip(masks, guided, strict=True):
             try:
                 matcher = self._matcher_of(sequence)
-                matcher.fill_mask(mask[: -(-self._num_masked(vocab_size) // _MASK_BITS)])
+                matcher.fill_mask(mask[: -(-num_masked // _MASK_BITS)])
             except GrammarError as error:
                 failed[sequence.request_id] = str(error)
                 mask.fill(-1)  # a row without any token could not be sampled
         is_allowed = np.unpackbits(masks.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-        is_allowed[:, self._num_masked(vocab_size) :] = 0
+        is_allowed[:, num_masked:] = 0
         rows = torch.tensor([row for row, _ in guided], device=self._device)
         is_hidden = torch.from_numpy(is_allowed == 0).to(self._device)
         if len(guided) == logits.shape[0]:
@@ -151,8 +153,7 @@ class LogitsProcessors:
 
     def _num_masked(self, vocab_size: int) -> int:
         """Ids that a mask speaks of: models often have more logits than tokens."""
-        assert self._grammars is not None, "a matcher comes from a compiler"
-        return min(self._grammars.vocab_size, vocab_size)
+        return vocab_size if self._grammars is None else min(self._grammars.vocab_size, vocab_size)
 
     def _matcher_of(self, sequence: ScheduledSequence) -> JsonMatcher:
         if self._grammars is None:

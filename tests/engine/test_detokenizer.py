@@ -176,3 +176,46 @@ def test_long_output_takes_linear_time(tiny: Tokenizer) -> None:
     seconds(1000)
     short, long = min(seconds(2000) for _ in range(3)), min(seconds(40000) for _ in range(3))
     assert long < 100 * short  # 20 times as long; quadratic would be 400
+
+
+def settled(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ...] = ()) -> list[int]:
+    """How many tokens count as settled after each step and after the flush."""
+    detokenizer = IncrementalDetokenizer(tokenizer, stop)
+    counts = []
+    for token_id in token_ids:
+        detokenizer.append([token_id])
+        counts.append(detokenizer.num_settled_tokens)
+    detokenizer.flush()
+    return [*counts, detokenizer.num_settled_tokens]
+
+
+def test_tokens_settle_with_their_text(tiny: Tokenizer) -> None:
+    assert settled(tiny, byte_tokens(tiny, "ab")) == [1, 2, 2]
+    # "b" may begin the stop string, and so wait two tokens
+    assert settled(tiny, byte_tokens(tiny, "abcx"), ("bcd",)) == [1, 1, 1, 4, 4]
+
+
+def test_tokens_of_a_stop_string_never_settle(tiny: Tokenizer) -> None:
+    assert settled(tiny, byte_tokens(tiny, "abcd"), ("bcd",)) == [1, 1, 1, 1, 1]
+    assert settled(tiny, byte_tokens(tiny, "ab"), ("bcd",)) == [1, 1, 2]  # it stayed a possible one
+
+
+def test_token_that_the_stop_string_begins_inside_of_settles(tiny: Tokenizer) -> None:
+    text = next(text for text in ("the", "ing", "and", "qu") if len(tiny.encode(text)) == 1)
+    assert settled(tiny, tiny.encode(text), (text[1:],)) == [1, 1]
+
+
+def test_tokens_settle_when_the_output_ends_inside_a_character(tiny: Tokenizer) -> None:
+    assert settled(tiny, byte_tokens(tiny, "a😀")[:3])[-1] == 3
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens(tiny: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(tiny, ("ab",), min_tokens=3)
+    assert [detokenizer.append([token_id]) for token_id in byte_tokens(tiny, "abcxaby")] == [
+        *("a", "b", "c", "x", "", "", "")
+    ]
+    assert detokenizer.stop_reason == "ab"
+    # a stop string that begins in the exempt part is none
+    detokenizer = IncrementalDetokenizer(tiny, ("ab",), min_tokens=1)
+    assert "".join(detokenizer.append([token_id]) for token_id in byte_tokens(tiny, "abc")) == "abc"
+    assert not detokenizer.stopped

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.sampler import Sampler
+from engine.sampler import LogprobRows, Sampler, top_values
 from engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1000
@@ -98,6 +98,62 @@ def test_top_p_looks_at_the_whole_vocabulary_when_it_is_flat() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     frequencies = _frequencies(logits, SamplingParams(top_p=0.9), num_draws=20_000)
     assert 850 < int((frequencies > 0).sum()) <= 900
+
+
+def test_min_p_keeps_tokens_that_are_likely_enough_beside_the_most_likely_one() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    frequencies = _frequencies(logits, SamplingParams(min_p=0.31))
+    _assert_distribution(frequencies, torch.tensor([0.625, 0.375, 0.0, 0.0]))
+    # after the temperature: the square roots are 0.71, 0.55, 0.39, 0.22
+    hot = _frequencies(logits, SamplingParams(min_p=0.5, temperature=2.0))
+    assert (hot > 0).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(seed=1), SamplingParams(top_p=0.99)])
+def test_hidden_tokens_are_never_chosen(params: SamplingParams) -> None:
+    logits = torch.full((500, VOCAB_SIZE), float("-inf"))
+    logits[:, [0, 17, 999]] = torch.tensor([-50.0, -50.0, -50.0])
+    rows = [SamplingParams(top_p=params.top_p, seed=params.seed and row) for row in range(500)]
+    assert set(Sampler().sample(logits, rows, [0] * 500)) == {0, 17, 999}
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 1000, 5000, 49_152])
+@pytest.mark.parametrize("k", [0, 1, 20, 64, 1000])
+def test_top_values_are_those_of_topk(vocab_size: int, k: int) -> None:
+    k = min(k, vocab_size)
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(k))
+    logits[1, :] = -5.0  # all alike
+    values, ids = top_values(logits, k)
+    torch.testing.assert_close(values, logits.topk(k, dim=-1).values)
+    assert torch.equal(logits.gather(1, ids), values)
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+def test_top_p_needs_more_candidates_than_the_first_ones_only_where_it_is_flat() -> None:
+    logits = torch.full((2, 5000), -30.0)
+    logits[0, :3] = 5.0
+    logits[1, 1000:3000] = 5.0  # 2,000 equal tokens
+    params = [SamplingParams(top_p=0.9, seed=seed) for seed in range(400) for _ in range(2)]
+    tokens = Sampler().sample(logits.repeat(400, 1), params, [0] * 800)
+    assert set(tokens[::2]) == {0, 1, 2}
+    assert all(1000 <= token < 3000 for token in tokens[1::2])
+    assert len(set(tokens[1::2])) > 300
+
+
+def test_log_probabilities_are_the_models_own_and_only_of_rows_that_ask() -> None:
+    logits = _logits(3)
+    params = [SamplingParams(top_logprobs=2, temperature=0.1), SamplingParams(), SamplingParams(top_logprobs=0)]
+    rows = LogprobRows(logits, params)
+    expected = logits.log_softmax(dim=-1)
+    logits.fill_(0)  # whatever happens to the logits afterwards
+    told = rows.of([5, 6, 7])
+    assert told.keys() == {0, 2}
+    assert told[0].logprob == pytest.approx(float(expected[0, 5]))
+    best = expected[0].topk(2)
+    assert [token for token, _ in told[0].top] == best.indices.tolist()
+    assert [logprob for _, logprob in told[0].top] == pytest.approx(best.values.tolist())
+    assert told[2].logprob == pytest.approx(float(expected[2, 7]))
+    assert told[2].top == []
 
 
 def test_rows_of_different_kinds_do_not_mix() -> None:
