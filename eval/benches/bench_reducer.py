@@ -3,23 +3,26 @@
     python -m eval.benches.bench_reducer DATA_FOLDER --output eval/results/reducer.json
 
 For every case and every budget (a share of the tokens of its passages) each arm chooses what stays. Answer recall is
-judged on the kept text where the set has short answers, evidence recall elsewhere; a gold passage counts as kept when
-at least half of its characters are, so a shred of it earns nothing. Comparisons are paired over the cases.
+judged on the kept text where the set has short answers, over the cases of which a gold passage states one: a "no" that
+happens to stand somewhere proves nothing. Evidence recall elsewhere; a gold passage counts as kept when at least half
+of its characters are, so a shred of it earns nothing. Comparisons are paired over the cases.
 
-Times are of the reducer as the gateway calls it, once with no passage embedded before (``cold``) and once with all of
-them cached (``cached``).
+Times of a set are of the reducer as the gateway calls it, once with no passage embedded before (``cold``) and once with
+all of them cached (``cached``). ``--times`` adds what they are worth: see ``reduction_times``.
 """
 
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -28,12 +31,13 @@ from rich.table import Table
 from engine.chat_template import ChatTokenizer
 from engine.model_store import resolve_model
 from eval.baselines import Baselines, Kept, make_pool
+from eval.benches.reduction_times import PEER_SHARE, Peer, Stopwatch, Times
 from eval.datasets import Dataset, read_dataset
 from eval.intervals import compare, percentile
 from eval.manifest import Manifest, make_manifest
 from eval.prompts import case_documents, case_messages
 from eval.samples import Case
-from eval.scoring import SearchText, Span, answer_score, evidence_score
+from eval.scoring import SearchText, Span, answer_score, evidence_score, has_scored_answer
 from reducer.config import ReducerConfig
 from reducer.encoder import SentenceTransformerEncoder
 from reducer.pipeline import Reducer
@@ -90,6 +94,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     sets: list[SetResult]
     mean_recall: dict[str, float]
     """Per arm, over all sets and budgets."""
+    times: Times | None = None
 
 
 def passages_of(case: Case) -> tuple[Passage, ...]:
@@ -105,6 +110,10 @@ class Bench:
         self._counter = ChatTokenizer.from_path(resolve_model("smollm2-135m-instruct"))
         self._encoder_path = resolve_model("all-minilm-l6-v2")
         self._encoder = SentenceTransformerEncoder(self._encoder_path)
+
+    def time(self, cases: Sequence[Case], peer: Peer | None) -> Times:
+        """What reducing these cases costs beside prefilling them unreduced."""
+        return Stopwatch(self._counter, self._encoder, peer).measure(cases)
 
     def run(self, dataset: Dataset, budgets: Sequence[float], console: Console) -> SetResult:
         """All arms on all cases of a set."""
@@ -173,6 +182,14 @@ class Bench:
         return self._encoder.encode(texts)
 
 
+def scored_cases(dataset: Dataset, limit: int) -> Dataset:
+    """The first ``limit`` cases that can be scored."""
+    cases = dataset.cases
+    if dataset.name.partition(".")[0] in ANSWER_SETS:
+        cases = [case for case in cases if has_scored_answer(case)]
+    return replace(dataset, cases=cases[:limit])
+
+
 def recall(case: Case, kept: Mapping[int, Sequence[Span]], metric: str) -> float:
     """Score of a selection: the answer stands in the kept text, or the share of the evidence that is kept."""
     if metric == "answer":
@@ -218,6 +235,17 @@ def print_result(console: Console, result: Result, budgets: Sequence[float]) -> 
     )
     table.add_row("ms cold / cached", *(f"{i.cold_ms_median:.0f} / {i.cached_ms_median:.0f}" for i in result.sets), "")
     console.print(table)
+    if (times := result.times) is not None:
+        console.print(f"prefill of {times.prompt_tokens_median:.0f} tokens: {times.prefill_s_median:.2f} s")
+        console.print(
+            f"reducing takes {times.cold_share_median:.1%} of that with nothing cached, "
+            f"{times.cached_share_median:.1%} with all vectors cached"
+        )
+        if times.peer is not None:
+            console.print(
+                f"{times.peer} takes {times.peer_over_cold_median:.0f} times as long as reducing with nothing cached; "
+                f"recall at {PEER_SHARE:.0%} of the tokens {times.peer_recall:.0%} against {times.own_recall:.0%}"
+            )
     for item in result.sets:
         for versus in item.versus_best:
             if versus.difference < 0:
@@ -245,12 +273,22 @@ def _mean(values: Sequence[float]) -> float:
 @click.option("--sets", default=",".join((*ANSWER_SETS, *EVIDENCE_SETS)), show_default=True)
 @click.option("--limit", default=200, show_default=True, help="Most cases of a set.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--times", default=0, show_default=True, help="Cases of the first set timed beside the engine's prefill.")
+@click.option(
+    "--peer", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Made by make_longllmlingua.sh."
+)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path))
-def main(data: Path, sets: str, limit: int, seed: int, output: Path | None) -> None:
+def main(data: Path, sets: str, limit: int, seed: int, times: int, peer: Path | None, output: Path | None) -> None:
     """Compare the reducer with the baselines over the sets of a data folder."""
     console = Console(stderr=True)
     bench = Bench(seed)
-    datasets = [read_dataset(data / f"{name}.jsonl.gz", limit=limit) for name in sets.split(",")]
+    datasets = [scored_cases(read_dataset(data / f"{name}.jsonl.gz"), limit) for name in sets.split(",")]
+    timed: Times | None = None
+    if times:
+        opponent = None if peer is None else Peer(peer / "bin" / "python", peer / "model", torch.get_num_threads())
+        timed = bench.time(datasets[0].cases[:times], opponent)
+        if opponent is not None:
+            opponent.close()
     results = [bench.run(dataset, BUDGETS, console) for dataset in datasets]
     means = {
         arm: _mean([cell.recall for item in results for cell in item.cells if cell.arm == arm and cell.budget])
@@ -269,7 +307,7 @@ def main(data: Path, sets: str, limit: int, seed: int, output: Path | None) -> N
         max_model_len=None,
         started_gateway=False,
     )
-    result = Result(manifest=manifest, sets=results, mean_recall=means)
+    result = Result(manifest=manifest, sets=results, mean_recall=means, times=timed)
     print_result(Console(width=200), result, BUDGETS)
     encoded = msgspec.json.encode(result)
     if output is not None:
