@@ -109,12 +109,12 @@ def linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def linear_int8_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The int8 product by its definition: both sides rounded to their grids, then exact; returns fp32."""
-    x_scale, w_scale = (side.float().abs().amax(dim=-1, keepdim=True) / 127 for side in (x, weight))
+    x_max, w_max = (side.float().abs().amax(dim=-1, keepdim=True) for side in (x, weight))
     a, q = (
-        torch.where(scale > 0, (side.float() * (1 / scale)).round(), 0.0).double()
-        for side, scale in ((x, x_scale), (weight, w_scale))
+        torch.where(largest > 0, (side.float() * (torch.full_like(largest, 127) / largest)).round(), 0.0).double()
+        for side, largest in ((x, x_max), (weight, w_max))
     )
-    y = (a @ q.T).float() * x_scale * w_scale.T
+    y = (a @ q.T).float() * (x_max / 127) * (w_max / 127).T
     return y if bias is None else y + bias.float()
 
 

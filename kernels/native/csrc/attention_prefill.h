@@ -161,12 +161,14 @@ FT_INLINE void add_values(const Tile<Math>& tile, const typename Math::Lane* wei
                           const typename Math::Lane* values, int64_t num_steps, const float* factors, float* out) {
   constexpr int kKeys = PrefillLayout<Math>::kKeys;
   const int64_t width = tile.layout.value_width;
-  vf sums[kTileRows][kVectors];
-  for (int r = 0; r < kTileRows; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = load(out + r * width + v * kLanes) * factors[r];
+  // from zero for every block: thousands of additions to one running sum would lose more digits
+  vf sums[kTileRows][kVectors] = {};
   multiply_tile<Math, kTileRows, kVectors>(weights, kKeys / Math::kPerLane, 1, values, width, num_steps, sums);
   for (int r = 0; r < kTileRows; ++r)
-    for (int v = 0; v < kVectors; ++v) store(out + r * width + v * kLanes, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      float* sum = out + r * width + v * kLanes;
+      store(sum, fma(load(sum), set1(factors[r]), sums[r][v]));
+    }
 }
 
 // cap * tanh(x / cap), in units of log2(e) throughout: `cap` and `x` are both multiplied by it already.
