@@ -18,6 +18,7 @@ from reducer.history import read_conversation
 from reducer.ordering import OrderMemory
 from reducer.pipeline import Reducer
 from reducer.prompt import Budget, PromptParts
+from reducer.reranker import Reranker
 from reducer.result import ReductionResult
 from reducer.summary import SummaryCache
 
@@ -84,12 +85,18 @@ class Compactor:
     """Reduces requests. Its work is CPU-heavy and thread-safe; it runs in worker threads."""
 
     def __init__(
-        self, settings: Settings, prompt_encoder: PromptEncoder, max_model_len: int, encoder: Encoder | None
+        self,
+        settings: Settings,
+        prompt_encoder: PromptEncoder,
+        max_model_len: int,
+        encoder: Encoder | None,
+        reranker: Reranker | None = None,
     ) -> None:
         self._settings = settings
         self._prompt_encoder = prompt_encoder
         self._max_model_len = max_model_len
         self._encoder = encoder
+        self._reranker = reranker
         self._order_memory = OrderMemory()
         self._summary_cache = SummaryCache()
         self._reducer_configs = {name: settings.reducer_config(name) for name in settings.policy_names}
@@ -145,6 +152,7 @@ class Compactor:
             self._reducer_configs[policy],
             counter,
             self._encoder,
+            reranker=self._reranker,
             summary_cache=self._summary_cache,
             order_memory=self._order_memory,
         )

@@ -21,6 +21,7 @@ from app.workers import WorkerPool
 from engine.cost_model import PrefillCostModel
 from engine.errors import ModelError
 from reducer.encoder import Encoder
+from reducer.reranker import Reranker
 
 
 class Gateway:
@@ -59,13 +60,13 @@ class Gateway:
         async with self._start_lock:
             if self._chat_service is not None:
                 return
-            backend, encoder = await asyncio.gather(self.backend.start(), self._load_encoder(), return_exceptions=True)
-            for outcome in (backend, encoder):
+            backend, models = await asyncio.gather(self.backend.start(), self._load_models(), return_exceptions=True)
+            for outcome in (backend, models):
                 if isinstance(outcome, BaseException):
                     await self.backend.close()
                     raise outcome
-            assert not isinstance(encoder, BaseException), "failures were raised above"
-            compactor = Compactor(self.settings, self.backend.encoder, self.backend.info.max_model_len, encoder)
+            assert not isinstance(models, BaseException), "failures were raised above"
+            compactor = Compactor(self.settings, self.backend.encoder, self.backend.info.max_model_len, *models)
             await self.workers.run(compactor.warm_up)
             self._chat_service = self._make_chat_service(compactor)
 
@@ -101,6 +102,9 @@ class Gateway:
             refuse_long_outputs=settings.engine.admission.max_tokens_overflow == "refuse",
         )
 
+    async def _load_models(self) -> tuple[Encoder | None, Reranker | None]:
+        return await self._load_encoder(), await self._load_reranker()
+
     async def _load_encoder(self) -> Encoder | None:
         if not self.settings.encoder.enabled:
             return None
@@ -115,6 +119,17 @@ class Gateway:
         self.encoder_state = "loaded"
         return encoder
 
+    async def _load_reranker(self) -> Reranker | None:
+        if self.settings.reranker.model is None:
+            return None
+        try:
+            return await self.workers.run(load_reranker, self.settings)
+        except ConfigError as error:
+            if self.settings.reranker.required:
+                raise
+            structlog.get_logger("firsttoken").warning("reranker_missing", reason=str(error))
+            return None
+
 
 def load_encoder(settings: Settings) -> Encoder:
     """Loads the embedding model; takes seconds. Raises ``ConfigError`` that says how to get it."""
@@ -128,6 +143,21 @@ def load_encoder(settings: Settings) -> Encoder:
         raise ConfigError(
             f"encoder.model {name!r} cannot be loaded: {error}. Get it with `firsttoken models pull {name}`, "
             "or set encoder.required = false to rank by words alone."
+        ) from error
+
+
+def load_reranker(settings: Settings) -> Reranker:
+    """Loads the cross-encoder; takes seconds. Raises ``ConfigError`` that says why it cannot be."""
+    from engine.model_store import resolve_model
+    from reducer.reranker import CrossEncoderReranker
+
+    name = settings.reranker.model
+    assert name is not None, "called only where a model is named"
+    try:
+        return CrossEncoderReranker(resolve_model(name))
+    except (ModelError, OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"reranker.model {name!r} cannot be loaded: {error}. Set reranker.required = false to start without it."
         ) from error
 
 

@@ -108,6 +108,15 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Fail closed: the gateway does not start without it. ``false`` starts without, and every result says so."""
 
 
+class RerankerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cross-encoder of the rank stage; off unless a model is named."""
+
+    model: str | None = None
+    """A local folder or a Hugging Face id of a sentence-transformers cross-encoder with one output."""
+    required: bool = True
+    """Fail closed: the gateway does not start without it. ``false`` starts without."""
+
+
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A named way to reduce, picked by ``firsttoken.policy`` or by the tenant."""
 
@@ -191,6 +200,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     server: ServerSettings = ServerSettings()
     engine: EngineConfig = EngineConfig()
     encoder: EncoderSettings = EncoderSettings()
+    reranker: RerankerSettings = RerankerSettings()
     reducer: ReducerConfig = ReducerConfig()
     limits: LimitSettings = LimitSettings()
     policies: dict[str, PolicySettings] = {}

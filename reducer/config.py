@@ -113,6 +113,10 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The next best ones, whose links are followed where they go both ways."""
     max_embedded: int = 512
     """Windows embedded for one request, the lexically best ones: ten thousand passages must not cost minutes."""
+    reranker_weight: float = 0.5
+    """Share of the cross-encoder's judgement, where one is loaded, beside the fused score."""
+    max_reranked: int = 32
+    """Passages the cross-encoder reads, the best ones by the fused score."""
     context_weight: float = 0.25
     """Weight of the previous user turn beside a short question that leans on it."""
 
@@ -129,6 +133,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _check_at_least("num_link_sources", self.num_link_sources, 0)
         _check_at_least("num_mutual_sources", self.num_mutual_sources, 0)
         _check_share("context_weight", self.context_weight)
+        _check_share("reranker_weight", self.reranker_weight)
+        _check_at_least("max_reranked", self.max_reranked, 1)
 
 
 class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Deadline: a time limit for one reduction, and an encoder that stops when it would be passed.
+"""Deadline: a time limit for one reduction, and models that stop when it would be passed.
 
 A stage that cannot finish in time is left out or replaced by its cheaper method, and says so. What remains is always a
 prompt within the budget: counting and cutting to the budget are never left out.
@@ -11,6 +11,7 @@ import numpy as np
 
 from reducer.encoder import Encoder, FloatArray
 from reducer.extraction import Extractor
+from reducer.reranker import Reranker
 from reducer.selection import SelectionOutcome
 from reducer.stage import Candidate, Filtered, Selected, whole_spans
 
@@ -58,30 +59,53 @@ class Deadline:
         return "no deadline" if self.limit_s is None else f"deadline of {self.limit_s * 1000:g} ms"
 
 
-class DeadlineEncoder:
-    """An encoder that embeds in growing batches and gives up before a batch that would end too late."""
+class DeadlinePace:
+    """A model called in growing batches that gives up before a batch that would end too late."""
 
-    def __init__(self, encoder: Encoder, deadline: Deadline) -> None:
-        self._encoder = encoder
+    def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
         self._seconds_per_char = 0.0
 
-    def encode(self, texts: Sequence[str]) -> FloatArray:
-        """Embed texts, shape (n, dim), rows of length 1. Raises DeadlineExpiredError when time does not suffice."""
-        vectors: list[FloatArray] = []
+    def run(self, texts: Sequence[str], call: Callable[[Sequence[str]], FloatArray]) -> FloatArray:
+        """``call`` on all texts, its rows joined. Raises DeadlineExpiredError when time does not suffice."""
+        rows: list[FloatArray] = []
         start, size = 0, FIRST_BATCH
-        while start < len(texts) or not vectors:
+        while start < len(texts) or not rows:
             batch = list(texts[start : start + size])
             num_chars = sum(map(len, batch))
             if self._deadline.is_expired or not self._deadline.allows(self._seconds_per_char * num_chars):
-                raise DeadlineExpiredError(f"{self._deadline}: {len(texts) - start} texts are not embedded")
+                raise DeadlineExpiredError(f"{self._deadline}: {len(texts) - start} texts are not read")
             began = self._deadline.now()
-            vectors.append(self._encoder.encode(batch))
+            rows.append(call(batch))
             # The slowest pace seen counts: cached texts cost nothing and say nothing about the others.
             pace = self._deadline.elapsed_s(began) / max(num_chars, 1)
             self._seconds_per_char = max(self._seconds_per_char, pace)
             start, size = start + size, size * 2
-        return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+
+class DeadlineEncoder:
+    """An encoder that gives up before a batch that would end too late."""
+
+    def __init__(self, encoder: Encoder, deadline: Deadline) -> None:
+        self._encoder = encoder
+        self._pace = DeadlinePace(deadline)
+
+    def encode(self, texts: Sequence[str]) -> FloatArray:
+        """Embed texts, shape (n, dim), rows of length 1. Raises DeadlineExpiredError when time does not suffice."""
+        return self._pace.run(texts, self._encoder.encode)
+
+
+class DeadlineReranker:
+    """A reranker that gives up before a batch that would end too late."""
+
+    def __init__(self, reranker: Reranker, deadline: Deadline) -> None:
+        self._reranker = reranker
+        self._pace = DeadlinePace(deadline)
+
+    def score(self, question: str, texts: Sequence[str]) -> FloatArray:
+        """Relevance of each text, shape (n,). Raises DeadlineExpiredError when time does not suffice."""
+        return self._pace.run(texts, lambda batch: self._reranker.score(question, batch))
 
 
 def select_whole(

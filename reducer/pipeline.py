@@ -11,7 +11,7 @@ from typing import Any
 from reducer.access import filter_readable
 from reducer.budget import free_tokens
 from reducer.config import ReducerConfig
-from reducer.deadline import Deadline, DeadlineEncoder
+from reducer.deadline import Deadline, DeadlineEncoder, DeadlineReranker
 from reducer.encoder import Encoder
 from reducer.errors import BudgetExceededError, InvalidPromptError
 from reducer.fitting import render_messages
@@ -20,6 +20,7 @@ from reducer.ordering import OrderMemory, passage_key
 from reducer.prefix import Prepared, prepare, report_prefix
 from reducer.prompt import Budget, Caller, Passage, PromptParts
 from reducer.receipt import decide_documents, keep_turns
+from reducer.reranker import Reranker
 from reducer.result import BudgetReport, PrefixReport, ReductionResult, StageReport
 from reducer.run import Run, document_tokens_of, keep_whole, make_candidate
 from reducer.stage import Selected
@@ -43,6 +44,7 @@ class Reducer:
         counter: TokenCounter,
         encoder: Encoder | None,
         *,
+        reranker: Reranker | None = None,
         summary_cache: SummaryCache | None = None,
         summarizer: Summarizer | None = None,
         order_memory: OrderMemory | None = None,
@@ -51,6 +53,7 @@ class Reducer:
         self._config = config
         self._counter = counter
         self._encoder = encoder
+        self._reranker = reranker
         self._summary_cache = summary_cache
         self._summarizer = summarizer
         self._order_memory = order_memory
@@ -83,6 +86,9 @@ class Reducer:
             run.order_memory = self._order_memory
             run.order_scope = "\x1f".join((cache_scope, *sorted(caller.groups)))
         run.summarizer = self._summarizer
+        run.reranker = self._reranker
+        if run.reranker is not None and deadline.limit_s is not None:
+            run.reranker = DeadlineReranker(run.reranker, deadline)
         if self._summary_cache is not None and cache_scope.strip():
             run.memory = SummaryMemory(self._summary_cache, scope_key(cache_scope, caller))
         run.reports.append(_report("access", run.num_tokens, run, started, None))

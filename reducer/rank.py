@@ -1,9 +1,9 @@
 """Rank: how relevant each passage is for the question, 0 to 1.
 
 Three signals, each scaled on its own among the candidates of this request, then a weighted mean: BM25, embedding
-similarity, and the score that came with the passage. So no signal's unit matters: scores in [-10, 3] and in [0, 1] give
-the same order. A long passage counts as much as its best window. Where the encoder is missing or fails, its weight goes
-to BM25 and the stage says so.
+similarity, and the score that came with the passage. A cross-encoder, where there is one, reads the best of them again.
+So no signal's unit matters: scores in [-10, 3] and in [0, 1] give the same order. A long passage counts as much as its
+best window. Where the encoder is missing or fails, its weight goes to BM25 and the stage says so.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
 from reducer.lexical import bm25_scores, guess_language, words
 from reducer.links import link_gains, named_in, read_names
+from reducer.reranker import Reranker
 from reducer.sentences import split_windows
 from reducer.stage import Candidate, StageOutcome
 
@@ -44,7 +45,11 @@ class Windows:
 
 
 def rank(
-    candidates: Sequence[Candidate], query: Query, config: RankConfig, encoder: Encoder | None
+    candidates: Sequence[Candidate],
+    query: Query,
+    config: RankConfig,
+    encoder: Encoder | None,
+    reranker: Reranker | None = None,
 ) -> StageOutcome[Candidate]:
     """All candidates with their score, best first; ties by place in the request. Nothing is filtered here."""
     if not candidates:
@@ -66,6 +71,11 @@ def rank(
                 degraded = f"encoder failed ({type(error).__name__}): ranked by BM25"
     retriever = _retriever_scores(candidates)
     scores = fuse(lexical, semantic, retriever, weigh(query, config))
+    if reranker is not None and config.reranker_weight > 0:
+        try:
+            scores = _reread(scores, windows, lexical_windows, query, config, reranker)
+        except Exception as error:
+            degraded = "; ".join(filter(None, (degraded, f"reranker failed ({type(error).__name__})")))
     scores, is_linked = follow_links(candidates, scores, query, config)
     scored = [
         replace(candidate, score=round(float(score), 6), is_linked=linked)
@@ -224,6 +234,27 @@ def _semantic(
     similar = similarities(vectors, query_vector(query, config.context_weight, encoder))
     best = best_window(similar, [windows.owners[window] for window in chosen], num_texts)
     return np.where(np.isfinite(best), best, similar.min())
+
+
+def _reread(
+    scores: FloatArray, windows: Windows, lexical: FloatArray, query: Query, config: RankConfig, reranker: Reranker
+) -> FloatArray:
+    """Scores with the cross-encoder's share for the best texts, each judged by its lexically best window.
+
+    The others are left with what the cheaper signals give them beside the share that they do not get. Raises ValueError
+    for values that are not finite.
+    """
+    best_windows: dict[int, int] = {}
+    for window, owner in enumerate(windows.owners):
+        if owner not in best_windows or lexical[window] > lexical[best_windows[owner]]:
+            best_windows[owner] = window
+    chosen = np.argsort(-scores, kind="stable")[: config.max_reranked]
+    read = reranker.score(query.text, [windows.texts[best_windows[int(owner)]] for owner in chosen])
+    if not np.isfinite(read).all():
+        raise ValueError("the cross-encoder returned values that are not finite")
+    mixed: FloatArray = scores * np.float32(1.0 - config.reranker_weight)
+    mixed[chosen] += np.float32(config.reranker_weight) * scale_lexical(np.round(read, 5))
+    return mixed
 
 
 def _retriever_scores(candidates: Sequence[Candidate]) -> FloatArray | None:

@@ -11,6 +11,7 @@ from reducer.ordering import OrderMemory, PrefixKey
 from reducer.prefix import Prepared
 from reducer.prompt import Budget, Passage, PromptParts
 from reducer.rank import Query
+from reducer.reranker import Reranker
 from reducer.result import StageReport
 from reducer.stage import Candidate, Filtered, Selected, whole_spans
 from reducer.summary import Summarizer, SummaryMemory
@@ -35,6 +36,7 @@ class Run:
     history: HistoryOutcome
     memory: SummaryMemory | None = None
     summarizer: Summarizer | None = None
+    reranker: Reranker | None = None
     planned_history: int | None = None
     """Tokens the record of older turns was first made for; less for the rest does not change it."""
     deadline: Deadline = field(default_factory=lambda: Deadline(None))

@@ -50,7 +50,7 @@ def _run_dedup(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str 
 
 
 def _run_rank(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
-    outcome = rank(run.running, run.query, config.rank, encoder)
+    outcome = rank(run.running, run.query, config.rank, encoder, run.reranker)
     run.running = outcome.kept
     return outcome.degraded
 
@@ -67,7 +67,9 @@ def _run_select(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str
         run.running,
         run.num_free - run.history_tokens,
         config.selection,
-        lambda left: left if run.deadline.is_expired else rank(left, run.query, config.rank, encoder).kept,
+        lambda left: (
+            left if run.deadline.is_expired else rank(left, run.query, config.rank, encoder, run.reranker).kept
+        ),
     )
     run.running = listed.candidates
     run.filtered.extend(listed.filtered)

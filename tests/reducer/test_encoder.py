@@ -1,22 +1,11 @@
 """The encoder and its cache; the model itself only where it is unpacked."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
+from factories_models import model_path, needs_model
 
 from reducer.config import EncoderConfig
 from reducer.encoder import SentenceTransformerEncoder, VectorCache
-
-
-def model_path() -> Path:
-    cache = os.environ.get("FIRSTTOKEN_CACHE")
-    base = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "firsttoken"
-    return base / "models" / "all-minilm-l6-v2"
-
-
-needs_model = pytest.mark.skipif(not model_path().is_dir(), reason="all-MiniLM-L6-v2 is not unpacked")
 
 
 def vector(value: float, dim: int = 100) -> np.ndarray:
