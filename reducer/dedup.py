@@ -3,7 +3,7 @@
 Pairs are proposed cheaply (equal text without marks; MinHash LSH over character shingles, which needs no spaces) and
 then verified one by one by the fact guard. A merged passage points at a survivor it was verified against itself:
 
-    A ~ B and B ~ C verified, A ~ C not:  A and B are one, C stays; never all three along the chain.
+    A in B and B in C verified, A in C not:  B goes into C, and A stays; never all three along the chain.
 
 The survivor states all that the merged ones state. Among equals the higher score wins, then the more recent date of
 the metadata, then the smaller id, so the order of the request plays no part. A passage in the header and footer of a
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import UTC, datetime
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -63,24 +64,45 @@ def deduplicate(
 
 
 def merge_pairs(
-    ordered: Sequence[Candidate], pairs: Pairs, config: DedupConfig, asked: AbstractSet[str] = frozenset()
+    ordered: Sequence[Candidate],
+    pairs: Pairs,
+    earlier: Sequence[Filtered],
+    config: DedupConfig,
+    asked: AbstractSet[str] = frozenset(),
 ) -> StageOutcome[Candidate]:
     """``deduplicate`` for candidates sorted by ``preference``, with pairs proposed from elsewhere, verified as there.
 
-    A passage that stands for others already stays: those were verified against it and not against its survivor.
+    ``earlier`` are passages that were merged into some of these; they go along only where the new survivor states what
+    they state as well.
     """
-    statements = _Statements(ordered, config.min_length_share, asked)
-    return _merge(ordered, [[] for _ in ordered], statements, pairs)
+    places = {candidate.passage.id: place for place, candidate in enumerate(ordered)}
+    members: dict[int, list[int]] = {}
+    for number, gone in enumerate(earlier):
+        if gone.merged_into in places:
+            members.setdefault(places[gone.merged_into], []).append(len(ordered) + number)
+    statements = _Statements([*ordered, *(gone.candidate for gone in earlier)], config.min_length_share, asked)
+    return _merge(ordered, [[] for _ in ordered], statements, pairs, members)
 
 
 def _merge(
-    ordered: Sequence[Candidate], copies: Sequence[list[Candidate]], statements: "_Statements", pairs: Pairs
+    ordered: Sequence[Candidate],
+    copies: Sequence[list[Candidate]],
+    statements: "_Statements",
+    pairs: Pairs,
+    standing: Mapping[int, Sequence[int]] | None = None,
 ) -> StageOutcome[Candidate]:
     container: dict[int, set[int]] = {index: set() for index in range(len(ordered))}
+    behind = standing or {}
+
+    def holds(outer: int, inner: int) -> bool:
+        return statements.contains(outer, inner) and all(
+            statements.states(outer, member) for member in behind.get(inner, ())
+        )
+
     for first, second in pairs:
-        if len(ordered[second].sources) == 1 and statements.contains(first, second):
+        if holds(first, second):
             container[second].add(first)
-        if len(ordered[first].sources) == 1 and statements.contains(second, first):
+        if holds(second, first):
             container[first].add(second)
     merged = choose_survivors(container)
     kept: list[Candidate] = []
@@ -97,35 +119,45 @@ def _merge(
             continue
         filtered.extend(Filtered(copy, "merged", "states the same", candidate.passage.id) for copy in copies[index])
         others = sorted((*members.get(index, ()), *copies[index]), key=lambda member: member.position)
-        kept.append(replace(candidate, sources=(*candidate.sources, *(other.passage.id for other in others))))
+        sources = dict.fromkeys(source for member in (candidate, *others) for source in member.sources)
+        kept.append(replace(candidate, sources=tuple(sources)))
     kept.sort(key=lambda candidate: candidate.position)
     filtered.sort(key=lambda gone: gone.candidate.position)
     return StageOutcome(kept, filtered)
 
 
-def choose_survivors(container: dict[int, set[int]]) -> dict[int, int]:
+def choose_survivors(container: Mapping[int, AbstractSet[int]]) -> dict[int, int]:
     """Which passage goes into which: ``{merged: survivor}``.
 
-    ``container[i]`` are the passages that ``i`` may go into; smaller numbers are preferred. A passage that already
-    stands for others gives way only to one that may stand for all of these.
+    ``container[i]`` are the passages that ``i`` may go into; smaller numbers are preferred, and of two that may go into
+    each other the preferred one counts as the larger. A passage goes only into one that survives, and no two survivors
+    may go into each other, so merging what is left again changes nothing.
     """
-    survivors: list[int] = []
+    larger = {
+        index: {other for other in others if index not in container[other] or other < index}
+        for index, others in container.items()
+    }
+    smaller: dict[int, list[int]] = {index: [] for index in container}
+    for index, others in larger.items():
+        for other in others:
+            smaller[other].append(index)
+    num_open = {index: len(others) for index, others in larger.items()}
     merged: dict[int, int] = {}
-    members: dict[int, set[int]] = {}
-    for index in sorted(container):
-        target = next((survivor for survivor in survivors if survivor in container[index]), None)
-        if target is not None:
-            merged[index] = target
-            members[target].add(index)
+    decided: set[int] = set()
+    # A passage is decided after all larger ones. In a circle, which no three texts should form, the best goes first.
+    ready = sorted(index for index, num in num_open.items() if num == 0)
+    while len(decided) < len(container):
+        index = heappop(ready) if ready else min(container.keys() - decided)
+        if index in decided:
             continue
-        members[index] = set()
-        for survivor in list(survivors):
-            if index in container[survivor] and all(index in container[member] for member in members[survivor]):
-                for member in (survivor, *members.pop(survivor)):
-                    merged[member] = index
-                    members[index].add(member)
-                survivors.remove(survivor)
-        survivors.append(index)
+        decided.add(index)
+        survivors = larger[index] & (decided - merged.keys())
+        if survivors:
+            merged[index] = min(survivors)
+        for other in smaller[index]:
+            num_open[other] -= 1
+            if num_open[other] == 0:
+                heappush(ready, other)
     return merged
 
 
@@ -159,13 +191,17 @@ class _Statements:
         self.bodies = [_body(candidate, asked) for candidate in candidates]
 
     def contains(self, outer: int, inner: int) -> bool:
+        """Whether ``outer`` states all that ``inner`` does, and is not so long that ``inner`` says it more briefly."""
+        style = self._style(outer, inner)
+        num_inner = len(self._statement(inner, style, is_body=True).tokens)
+        num_outer = len(self._statement(outer, style, is_body=True).tokens)
+        return num_inner >= self._min_length_share * num_outer and self.states(outer, inner)
+
+    def states(self, outer: int, inner: int) -> bool:
         """Whether passage ``outer`` states all that ``inner`` states between its frames, its title included."""
         style = self._style(outer, inner)
         outer_statement = self._statement(outer, style, is_body=False)
         inner_statement = self._statement(inner, style, is_body=True)
-        num_outer = len(self._statement(outer, style, is_body=True).tokens)
-        if len(inner_statement.tokens) < self._min_length_share * num_outer:
-            return False
         if not contains(outer_statement, inner_statement):
             return False
         inner_title = self._title(inner)

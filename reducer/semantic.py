@@ -16,7 +16,7 @@ from reducer.config import DedupConfig, RankConfig
 from reducer.dedup import Pairs, merge_pairs, preference
 from reducer.encoder import Encoder, FloatArray
 from reducer.rank import make_windows, searchable
-from reducer.stage import Candidate, StageOutcome
+from reducer.stage import Candidate, Filtered, StageOutcome
 
 
 def merge_similar(
@@ -25,8 +25,12 @@ def merge_similar(
     rank_config: RankConfig,
     encoder: Encoder | None,
     asked: AbstractSet[str] = frozenset(),
+    earlier: Sequence[Filtered] = (),
 ) -> StageOutcome[Candidate]:
-    """Merge passages into others with similar embeddings that state the same or more. Survivors keep request order."""
+    """Merge passages into others with similar embeddings that state the same or more. Survivors keep request order.
+
+    ``earlier`` are the passages that were merged into some of these before.
+    """
     if not (config.enabled and config.semantic and rank_config.semantic_weight > 0) or len(candidates) < 2:
         return StageOutcome(tuple(candidates))
     if encoder is None:
@@ -39,7 +43,8 @@ def merge_similar(
         # Any failure of the model must cost only the pairs it would have proposed.
         why = f"encoder failed ({type(error).__name__}): copies found by their characters only"
         return StageOutcome(tuple(candidates), degraded=why)
-    outcome = merge_pairs(ordered, [(places[first], places[second]) for first, second in pairs], config, asked)
+    placed = [(places[first], places[second]) for first, second in pairs]
+    outcome = merge_pairs(ordered, placed, earlier, config, asked)
     num_left_out = len(ordered) - len(places)
     degraded = f"{num_left_out} long passages compared by their characters only" if num_left_out else None
     return StageOutcome(outcome.kept, outcome.filtered, degraded)

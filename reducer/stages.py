@@ -42,9 +42,13 @@ def _run_clean(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str 
 def _run_dedup(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
     asked = frozenset(words(run.query.text))
     distinct = deduplicate(run.running, config.dedup, asked)
-    outcome = merge_similar(distinct.kept, config.dedup, config.rank, encoder, asked)
+    outcome = merge_similar(distinct.kept, config.dedup, config.rank, encoder, asked, distinct.filtered)
     run.running = outcome.kept
-    run.filtered.extend((*distinct.filtered, *outcome.filtered))
+    moved = {gone.candidate.passage.id: gone.merged_into for gone in outcome.filtered}
+    run.filtered.extend(
+        replace(gone, merged_into=moved.get(str(gone.merged_into), gone.merged_into)) for gone in distinct.filtered
+    )
+    run.filtered.extend(outcome.filtered)
     run.document_tokens = document_tokens_of(run.running)
     return outcome.degraded
 

@@ -139,8 +139,36 @@ def test_furniture_that_is_asked_for_is_not_lost() -> None:
 
 def test_no_chains() -> None:
     # 0 may go into 1, 1 into 2, but 0 not into 2: 1 must not drag 0 along.
-    assert choose_survivors({0: {1}, 1: {2}, 2: set()}) == {0: 1}
+    assert choose_survivors({0: {1}, 1: {2}, 2: set()}) == {1: 2}
     assert choose_survivors({0: {1, 2}, 1: {2}, 2: set()}) == {0: 2, 1: 2}
+    # Each states the same as its neighbour only: the best stays, and so does what is not verified against it.
+    assert choose_survivors({0: {1}, 1: {0, 2}, 2: {1}}) == {1: 0}
+    # A circle is broken at the preferred passage.
+    assert choose_survivors({0: {1}, 1: {2}, 2: {0}}) in ({1: 2, 2: 0}, {2: 0})
+
+
+@given(st.lists(st.sets(st.integers(0, 8)), min_size=9, max_size=9))
+def test_no_two_survivors_are_left_to_merge(others: list[set[int]]) -> None:
+    # Larger numbers are larger texts, and some pairs state the same.
+    container = {index: {other for other in found if other > index} for index, found in enumerate(others)}
+    for index, found in list(container.items()):
+        for other in found:
+            if (index + other) % 3 == 0:
+                container[other].add(index)
+    merged = choose_survivors(container)
+    survivors = container.keys() - merged.keys()
+    assert survivors
+    assert all(target in survivors and target in container[index] for index, target in merged.items())
+    if all(container[index].isdisjoint(range(index)) for index in container):
+        assert all(container[index].isdisjoint(survivors) for index in survivors)
+
+
+def test_merging_again_changes_nothing() -> None:
+    text = "Unit QX-417-KD passed. "
+    passages = make_passages(text, text * 2, text * 3)
+    kept = [c.passage for c in deduplicate(candidates(passages), DedupConfig()).kept]
+    assert [passage.id for passage in kept] == ["d1", "d3"]
+    assert merges(*kept) == {}
 
 
 def test_two_hundred_records_in_one_template_all_stay() -> None:

@@ -1,6 +1,7 @@
 """Embeddings propose pairs; the fact guard decides."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from reducer.config import DedupConfig, RankConfig, ReducerConfig
 from reducer.prompt import Budget, Caller, Passage
 from reducer.result import ReductionResult
 from reducer.semantic import merge_similar, propose_similar
-from reducer.stage import Candidate, StageOutcome
+from reducer.stage import Candidate, Filtered, StageOutcome
 
 NUMERALS = ("到场人数三百二十人，二〇二五年五月三日，耗资一万二千元。", "到场人数320人，2025年5月3日，耗资12000元。")
 
@@ -61,11 +62,14 @@ def test_neighbours_that_state_something_else_stay(first: str, second: str) -> N
     assert merged(outcome) == {}
 
 
-def test_a_passage_that_stands_for_others_is_not_merged_away() -> None:
+def test_a_passage_takes_along_what_it_stands_for_only_if_the_survivor_states_that_too() -> None:
     first, second = candidates(make_passages(*NUMERALS))
-    standing = Candidate(second.passage, 1, 1, 1, ("d2", "x"))
-    outcome = merge_similar([first, standing], DedupConfig(), RankConfig(), SameEncoder())
-    assert merged(outcome) == {"d1": "d2"}
+    standing = replace(second, sources=("d2", "x"))
+    for text, expected in (("到场人数320人", {"d2": "d1"}), (NUMERALS[1] + "天气很好。", {"d1": "d2"})):
+        gone = Filtered(Candidate(Passage(id="x", text=text), 2, 1, 1, ("x",)), "merged", "", "d2")
+        outcome = merge_similar([first, standing], DedupConfig(), RankConfig(), SameEncoder(), earlier=[gone])
+        assert merged(outcome) == expected
+        assert set(outcome.kept[0].sources) == {"d1", "d2", "x"}
 
 
 @pytest.mark.parametrize("encoder", [BrokenEncoder(), NanEncoder()])
