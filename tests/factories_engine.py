@@ -233,6 +233,8 @@ class FakeModelRunner:
         """Sequences that fail alone."""
         self.poisoned_block_ids: list[int] = []
         """Told with the next step, and cleared then."""
+        self.dirty_after_step: list[int] = []
+        """Blocks that hold garbage after the next step."""
         self.raising_request_ids: set[str] = set()
         """A step that holds one of these raises."""
 
@@ -266,6 +268,9 @@ class FakeModelRunner:
                 past = [self.slots[self._slot(scheduled.block_ids, i)] for i in range(scheduled.context_len)]
                 sampled[scheduled.request_id] = _sample(past)
         poisoned, self.poisoned_block_ids = self.poisoned_block_ids, []
+        for block_id in self.dirty_after_step:
+            self.slots[block_id * size : (block_id + 1) * size] = [b"cleared"] * size
+        self.dirty_after_step = []
         return ModelRunnerOutput(sampled=sampled, failed=failed, poisoned_block_ids=poisoned)
 
     def _slot(self, block_ids: list[int], position: int) -> int:

@@ -7,6 +7,7 @@ wrong prefix or tenant, found before it is computed, or overwritten while in use
 import random
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import pytest
 from factories_engine import EOS_TOKEN_ID, FakeModelRunner, fake_next_token, make_scheduler, make_sequence, run_step
@@ -29,7 +30,18 @@ def prompt_of(family: int, num_shared: int, tail: SequenceOf[int]) -> list[int]:
 class Driver:
     """A scheduler with its fake model, and what must hold whatever is done with it."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, budget: int, chunk: int, num_seqs: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        chunk: int,
+        num_seqs: int,
+        policy: str = "token_budget",
+        num_second_tier_blocks: int = 0,
+        public: SequenceOf[int] = (),
+    ) -> None:
         self.scheduler: Scheduler = make_scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -39,18 +51,40 @@ class Driver:
             max_num_waiting=6,
             max_model_len=48,
             eos_token_ids=[EOS_TOKEN_ID],
+            policy=policy,
+            fixed_count=num_seqs,
+            num_second_tier_blocks=num_second_tier_blocks,
+            public_prefixes=[public] if public else (),
+            ageing_ms_per_token=1.0,
         )
+        self.public = list(public)
+        self.now = 0.0
         self.runner = FakeModelRunner(num_blocks, block_size)
         self.live: dict[str, Sequence] = {}
         self.num_added = 0
         self.seen: Counter[str] = Counter()
         self._salts_of_head: dict[tuple[int, ...], set[str]] = {}
 
-    def add(self, prompt: list[int], salt: str, max_tokens: int, ignore_eos: bool) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        salt: str,
+        max_tokens: int,
+        ignore_eos: bool,
+        priority: int = 0,
+        patience_s: float | None = None,
+    ) -> None:
         request_id = f"r{self.num_added}"
         self.num_added += 1
         sequence = make_sequence(
-            prompt, request_id=request_id, max_tokens=max_tokens, ignore_eos=ignore_eos, cache_salt=salt
+            prompt,
+            request_id=request_id,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            cache_salt=salt,
+            arrival_s=self.now,
+            priority=priority,
+            deadline_s=None if patience_s is None else self.now + patience_s,
         )
         try:
             self.scheduler.add(sequence)
@@ -66,11 +100,18 @@ class Driver:
 
     def step(self) -> None:
         had_work = self.scheduler.has_unfinished
-        computed = run_step(self.scheduler, self.runner)
+        self.now += 0.01
+        computed = run_step(self.scheduler, self.runner, self.now)
+        for sequence, _ in self.scheduler.take_expired():
+            assert sequence.deadline_s is not None
+            assert sequence.deadline_s < self.now
+            self.seen["expired"] += 1
+            had_work = had_work and bool(computed)
         assert bool(computed) == had_work, "a step is empty exactly when there is nothing to do"
         config = self.scheduler.config
-        assert sum(computed.values()) <= config.max_num_batched_tokens
-        if had_work:
+        if config.policy == "token_budget":
+            assert sum(computed.values()) <= config.max_num_batched_tokens
+        if computed:
             decoding = [s for s in self.runner.steps[-1].scheduled if s.num_output_tokens and s.num_new_tokens == 1]
             self.seen["decode"] += len(decoding)
             self.check_no_decode_was_left_out()
@@ -79,8 +120,10 @@ class Driver:
         self.collect()
 
     def fail_step(self) -> None:
-        scheduled = self.scheduler.schedule(0.0)
+        scheduled = self.scheduler.schedule(self.now)
+        self.seen["expired"] += len(self.scheduler.take_expired())
         if not scheduled.scheduled:
+            self.collect()
             return
         self.runner.fail_next_step = True
         with pytest.raises(RuntimeError):
@@ -90,6 +133,20 @@ class Driver:
         self.seen["failed"] += len(updates)
         self.scheduler.check_integrity()
         self.collect()
+
+    def poison(self, rng: random.Random) -> None:
+        """One running sequence fails with values that are not finite in some of its blocks."""
+        if not self.scheduler.running:
+            return
+        victim = rng.choice(self.scheduler.running)
+        block_ids = self.scheduler.kv_cache_manager.block_ids(victim.request_id)
+        self.runner.failing_request_ids = {victim.request_id}
+        self.runner.poisoned_block_ids = rng.sample(block_ids, rng.randint(1, len(block_ids)))
+        self.runner.dirty_after_step = list(self.runner.poisoned_block_ids)
+        self.seen["poisoned"] += 1
+        self.step()
+        self.runner.failing_request_ids = set()
+        self.runner.poisoned_block_ids = []
 
     def abort(self, request_id: str) -> None:
         assert self.scheduler.abort(request_id, 0.0) is self.live[request_id]
@@ -107,7 +164,10 @@ class Driver:
         """Whoever hits the cache must share the hit tokens with an earlier sequence of the same tenant."""
         if sequence.num_cached_tokens:
             head = tuple(sequence.prompt_token_ids[: sequence.num_cached_tokens])
-            assert sequence.cache_salt in self._salts_of_head.get(head, set()), "a hit across tenants"
+            if list(head) == self.public[: len(head)]:
+                self.seen["public hit"] += sequence.cache_salt not in self._salts_of_head.get(head, set())
+            else:
+                assert sequence.cache_salt in self._salts_of_head.get(head, set()), "a hit across tenants"
             self.seen["hit"] += 1
         for end in range(1, sequence.num_tokens + 1):
             self._salts_of_head.setdefault(tuple(sequence.token_ids[:end]), set()).add(sequence.cache_salt)
@@ -151,11 +211,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(2, 24),
         chunk=st.integers(0, 9),
         num_seqs=st.integers(1, 5),
+        policy=st.sampled_from(["token_budget", "fixed_count", "length_bucket"]),
+        num_second_tier_blocks=st.sampled_from([0, 0, 3, 12]),
+        num_public=st.sampled_from([0, 0, 6, 12]),
     )
-    def start(self, num_blocks: int, block_size: int, budget: int, chunk: int, num_seqs: int) -> None:
-        self.driver = Driver(
-            num_blocks=num_blocks, block_size=block_size, budget=budget, chunk=chunk, num_seqs=num_seqs
-        )
+    def start(self, num_public: int, **options: Any) -> None:
+        self.driver = Driver(public=prompt_of(0, num_public, ()), **options)
 
     @rule(
         family=st.integers(0, 1),
@@ -164,9 +225,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(SALTS),
         max_tokens=st.integers(1, 12),
         ignore_eos=st.booleans(),
+        priority=st.integers(-1, 1),
+        patience_s=st.sampled_from([None, None, 0.05]),
     )
-    def add(self, family: int, num_shared: int, tail: list[int], salt: str, max_tokens: int, ignore_eos: bool) -> None:
-        self.driver.add(prompt_of(family, num_shared, tail), salt, max_tokens, ignore_eos)
+    def add(self, family: int, num_shared: int, tail: list[int], salt: str, **options: Any) -> None:
+        self.driver.add(prompt_of(family, num_shared, tail), salt, **options)
 
     @rule()
     def step(self) -> None:
@@ -185,6 +248,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail_step(self) -> None:
         self.driver.fail_step()
+
+    @rule(seed=st.integers(0, 1000))
+    def poison(self, seed: int) -> None:
+        self.driver.poison(random.Random(seed))
 
     @rule()
     def reset(self) -> None:
@@ -216,20 +283,29 @@ def random_operations(seed: int, num_operations: int) -> Counter[str]:
         budget=rng.randint(8, 32),
         chunk=rng.choice([0, 3, 6]),
         num_seqs=rng.randint(3, 6),
+        policy=("token_budget", "token_budget", "fixed_count", "length_bucket")[seed % 4],
+        num_second_tier_blocks=rng.choice([0, 4, 16]),
+        public=prompt_of(0, 12, ()) if seed % 2 == 0 else (),
     )
     for _ in range(num_operations):
         choice = rng.random()
         if choice < 0.3:
             tail = [rng.randrange(4) for _ in range(rng.randint(1, 4))]
             prompt = prompt_of(rng.randrange(2), rng.choice([0, 4, 8, 12, 16]), tail)
-            driver.add(prompt, rng.choice(SALTS), rng.randint(1, 14), rng.random() < 0.5)
+            patience_s = 0.1 if rng.random() < 0.1 else None
+            driver.add(
+                prompt, rng.choice(SALTS), rng.randint(1, 14), rng.random() < 0.5, rng.randint(-1, 1), patience_s
+            )
         elif choice < 0.36 and driver.live:
             driver.abort(rng.choice(sorted(driver.live)))
         elif choice < 0.365:
             driver.fail_step()
+        elif choice < 0.37:
+            driver.poison(rng)
         else:
             driver.step()
     driver.drain()
+    driver.seen["loaded"] += sum(len(step.kv_loads) for step in driver.runner.steps)
     return driver.seen
 
 
@@ -238,5 +314,6 @@ def test_thousands_of_random_operations_keep_every_token_right() -> None:
     for seed in range(12):
         seen += random_operations(seed, 2000)
     # The run is only worth something if all of it happened.
-    for what in ("decode", "hit", "preempted", "aborted", "failed", "queue full", "too long"):
+    happened = ("decode", "hit", "preempted", "aborted", "failed", "queue full", "too long")
+    for what in (*happened, "expired", "poisoned", "loaded", "public hit"):
         assert seen[what] >= 10, f"{what} happened {seen[what]} times: {seen}"
