@@ -62,6 +62,9 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A passage inside one more than ``1 / min_length_share`` times as long stays: it says the same in fewer tokens."""
     max_alignments: int = 4000
     """Pairs aligned for one request; the most similar go first, the rest are kept apart."""
+    max_merged_share: float = 0.9
+    """Most of the different texts of one request that may be merged, from ``MIN_CAPPED`` texts on: more points to a
+    template that makes them look alike. The best of the rest are kept apart, and the stage says so."""
     stitch: bool = True
     """Whether chosen windows of one source that overlap become one passage."""
     min_overlap_chars: int = 60
@@ -80,6 +83,7 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _check_share("min_containment", self.min_containment)
         _check_share("min_length_share", self.min_length_share)
         _check_at_least("max_alignments", self.max_alignments, 1)
+        _check_share("max_merged_share", self.max_merged_share)
         _check_at_least("min_overlap_chars", self.min_overlap_chars, 8)
         _check_share("min_similarity", self.min_similarity)
         _check_at_least("max_neighbours", self.max_neighbours, 1)

@@ -34,6 +34,9 @@ MAX_PARTNERS = 64
 """Passages that one passage is compared with at most, the better survivors first: thousands of passages of one pattern
 must not cost the square of their number."""
 
+MIN_CAPPED = 20
+"""Different texts from which the share of merged ones is limited; fewer may well be one."""
+
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SKETCH_BATCH = 4096  # bounds the memory of one sketch update at a few megabytes
 
@@ -60,7 +63,7 @@ def deduplicate(
     # Sorted by preference from here on: a smaller index is the better survivor.
     ordered, copies = _collapse(sorted(candidates, key=preference))
     statements = _Statements(ordered, config.min_length_share, asked)
-    return _merge(ordered, copies, statements, propose_pairs(statements.bodies, config))
+    return _merge(ordered, copies, statements, propose_pairs(statements.bodies, config), config.max_merged_share)
 
 
 def merge_pairs(
@@ -81,7 +84,7 @@ def merge_pairs(
         if gone.merged_into in places:
             members.setdefault(places[gone.merged_into], []).append(len(ordered) + number)
     statements = _Statements([*ordered, *(gone.candidate for gone in earlier)], config.min_length_share, asked)
-    return _merge(ordered, [[] for _ in ordered], statements, pairs, members)
+    return _merge(ordered, [[] for _ in ordered], statements, pairs, config.max_merged_share, members)
 
 
 def _merge(
@@ -89,6 +92,7 @@ def _merge(
     copies: Sequence[list[Candidate]],
     statements: "_Statements",
     pairs: Pairs,
+    max_merged_share: float,
     standing: Mapping[int, Sequence[int]] | None = None,
 ) -> StageOutcome[Candidate]:
     container: dict[int, set[int]] = {index: set() for index in range(len(ordered))}
@@ -105,6 +109,15 @@ def _merge(
         if holds(second, first):
             container[first].add(second)
     merged = choose_survivors(container)
+    num_over = len(merged) - int(max_merged_share * len(ordered)) if len(ordered) >= MIN_CAPPED else 0
+    alarm: str | None = None
+    if num_over > 0:
+        share = (
+            f"{len(merged)} of {len(ordered)} texts stand in others, more than max_merged_share {max_merged_share:g}"
+        )
+        alarm = f"{share}: {num_over} kept apart"
+        for index in sorted(merged)[:num_over]:
+            del merged[index]
     kept: list[Candidate] = []
     filtered: list[Filtered] = []
     members: dict[int, list[Candidate]] = {}
@@ -123,7 +136,7 @@ def _merge(
         kept.append(replace(candidate, sources=tuple(sources)))
     kept.sort(key=lambda candidate: candidate.position)
     filtered.sort(key=lambda gone: gone.candidate.position)
-    return StageOutcome(kept, filtered)
+    return StageOutcome(kept, filtered, alarm)
 
 
 def choose_survivors(container: Mapping[int, AbstractSet[int]]) -> dict[int, int]:

@@ -46,8 +46,8 @@ def merge_similar(
     placed = [(places[first], places[second]) for first, second in pairs]
     outcome = merge_pairs(ordered, placed, earlier, config, asked)
     num_left_out = len(ordered) - len(places)
-    degraded = f"{num_left_out} long passages compared by their characters only" if num_left_out else None
-    return StageOutcome(outcome.kept, outcome.filtered, degraded)
+    left_out = f"{num_left_out} long passages compared by their characters only" if num_left_out else None
+    return StageOutcome(outcome.kept, outcome.filtered, "; ".join(filter(None, (outcome.degraded, left_out))) or None)
 
 
 def embed_passages(ordered: Sequence[Candidate], config: RankConfig, encoder: Encoder) -> tuple[list[int], FloatArray]:

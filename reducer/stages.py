@@ -50,7 +50,7 @@ def _run_dedup(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str 
     )
     run.filtered.extend(outcome.filtered)
     run.document_tokens = document_tokens_of(run.running)
-    return outcome.degraded
+    return "; ".join(filter(None, (distinct.degraded, outcome.degraded))) or None
 
 
 def _run_rank(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 from factories_reducer import make_passages
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reducer.config import DedupConfig
-from reducer.dedup import choose_survivors, deduplicate, recency_s
+from reducer.dedup import choose_survivors, deduplicate, recency_s, squash
 from reducer.prompt import Passage
 from reducer.stage import Candidate
 
@@ -182,6 +182,22 @@ def test_two_hundred_records_in_one_template_all_stay() -> None:
     assert merges(*make_passages(*recipes)) == {}
 
 
+def test_share_of_merged_texts_is_capped_and_alarmed() -> None:
+    # Each holds the one before it, so nearly all may go into the longest.
+    sentences = [f"Sentence {n} of the report says that unit {n * 7} is blue." for n in range(60)]
+    passages = make_passages(*(" ".join(sentences[: 36 + n]) for n in range(24)))
+    outcome = deduplicate(candidates(passages), DedupConfig())
+    assert outcome.degraded == "23 of 24 texts stand in others, more than max_merged_share 0.9: 2 kept apart"
+    assert [c.passage.id for c in outcome.kept] == ["d1", "d10", "d24"]
+    allowed = deduplicate(candidates(passages), DedupConfig(max_merged_share=1.0))
+    assert (len(allowed.kept), allowed.degraded) == (1, None)
+
+
+def test_exact_copies_raise_no_alarm() -> None:
+    outcome = deduplicate(candidates(make_passages(*["The cat sat."] * 50)), DedupConfig())
+    assert (len(outcome.kept), outcome.degraded) == (1, None)
+
+
 def test_disabled_keeps_all() -> None:
     assert merges(*make_passages("same", "same"), config=DedupConfig(enabled=False)) == {}
 
@@ -210,6 +226,34 @@ def test_merged_passages_point_at_survivors_and_sources_add_up(texts: list[list[
         assert gone.merged_into in kept
         assert gone.candidate.passage.id in kept[str(gone.merged_into)].sources
     assert sorted(source for c in outcome.kept for source in c.sources) == sorted(p.id for p in passages)
+
+
+LANGUAGES = [
+    "The plan costs 240 dollars.", "The plan does not cost 240 dollars.",
+    "该套餐费用为二百四十元。", "该套餐费用为240元。",
+    "料金は２４０円です。", "요금은 240원입니다.", "Der Tarif kostet 240 Euro.", "Der Tarif kostet keine 240 Euro.",
+    "El plan cuesta 240 euros.", "Тариф стоит 240 рублей.", "Тариф не стоит 240 рублей.", "Home > Plans\n",
+    "<p>The plan costs <b>240</b> dollars.</p>", "the  plan costs 240 DOLLARS",
+]  # fmt: skip
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.sampled_from(LANGUAGES), min_size=1, max_size=4), min_size=2, max_size=8), st.randoms())
+def test_survivor_states_what_the_merged_ones_state_in_every_order(texts: list[list[str]], rng: random.Random) -> None:
+    passages = list(make_passages(*("\n".join(parts) for parts in texts)))
+    outcome = deduplicate(candidates(passages), DedupConfig())
+    by_id = {passage.id: [plain(part) for part in parts] for passage, parts in zip(passages, texts, strict=True)}
+    for gone in outcome.filtered:
+        # Furniture at the edges is no statement.
+        stated = [part for part in by_id[gone.candidate.passage.id] if part != plain("Home > Plans")]
+        assert set(stated) <= set(by_id[str(gone.merged_into)])
+    rng.shuffle(passages)
+    again = deduplicate(candidates(passages), DedupConfig())
+    assert {c.passage.id for c in again.kept} == {c.passage.id for c in outcome.kept}
+
+
+def plain(part: str) -> str:
+    return squash(part.replace("二百四十", "240"))
 
 
 def test_thousands_of_copies_cost_no_more_than_their_number() -> None:
