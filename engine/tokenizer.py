@@ -3,11 +3,15 @@
 Two encoders share one vocabulary. One knows the control tokens (``<|im_end|>`` is one id) and encodes what the chat
 template writes. The other treats their look-alikes as ordinary text and encodes what users write. They are two objects
 because the ``tokenizers`` library keeps this choice as state, and encoding happens in several threads at once.
+
+Where tiktoken gives the same ids (``engine.fast_encoder``), it encodes; it is built beside the first texts, which the
+``tokenizers`` library encodes meanwhile.
 """
 
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +21,7 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as BackendTokenizer
 
 from engine.errors import ModelError
+from engine.fast_encoder import FastEncoder, build_fast_encoder
 from engine.tokenizer_source import TokenizerSource, bytes_to_unicode, load_tokenizer_source
 
 _MARKER = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
@@ -53,6 +58,11 @@ class Tokenizer:
         may_occur = {unknown} - self.eos_token_ids - {self.bos_token_id}
         self._forbidden_token_ids = self._control_token_ids - may_occur
         self._text_backend = self._without_control_tokens(added)
+        self._added_tokens = {token.content for token in added.values()}
+        self._uncontrolled_tokens = self._added_tokens - self.control_tokens.keys()
+        self._fast: FastEncoder | None = None
+        self._fast_thread: threading.Thread | None = None
+        self._fast_lock = threading.Lock()
         self._decoder: dict[str, Any] = json.loads(self._decoder_json())
 
     @classmethod
@@ -69,6 +79,13 @@ class Tokenizer:
         With ``special`` control tokens in the text become their ids; without it they are ordinary text. A lone
         surrogate, which no encoding can carry, is encoded as U+FFFD.
         """
+        fast = self._fast
+        if fast is not None:
+            fast_ids = fast.encode(text, self._added_tokens if special else self._uncontrolled_tokens)
+            if fast_ids is not None:
+                return fast_ids
+        elif self._fast_thread is None:
+            self._start_fast_encoder()
         if special:
             return list(_encode(self._backend, text).ids)
         ids: list[int] = _encode(self._text_backend, text).ids
@@ -78,6 +95,13 @@ class Tokenizer:
         return [
             token_id for piece in self._cut_look_alikes(text) for token_id in _encode(self._text_backend, piece).ids
         ]
+
+    def wait_for_fast_encoder(self) -> bool:
+        """Build the fast encoder now, or wait until it is built; whether there is one."""
+        self._start_fast_encoder()
+        assert self._fast_thread is not None, "it has just been started"
+        self._fast_thread.join()
+        return self._fast is not None
 
     def split_at_control_tokens(self, text: str) -> Iterator[tuple[str, int | None]]:
         """Cut ``text`` into ``(text, None)`` between control tokens and ``(text, id)`` for each of them, in order.
@@ -155,6 +179,15 @@ class Tokenizer:
         else:
             raise ModelError(f"tokenizers with the decoder {sorted(kinds)} cannot generate text")
         return table
+
+    def _start_fast_encoder(self) -> None:
+        with self._fast_lock:
+            if self._fast_thread is None:
+                self._fast_thread = threading.Thread(target=self._build_fast, name="fast-encoder", daemon=True)
+                self._fast_thread.start()
+
+    def _build_fast(self) -> None:
+        self._fast = build_fast_encoder(self._backend)
 
     def _is_control(self, token_id: int, token: AddedToken) -> bool:
         # Some vocabularies do not mark their turn markers as special; by their look they are.
