@@ -157,6 +157,8 @@ class Compactor:
             order_memory=self._order_memory,
         )
 
+        deadline_ms = request.overrides.reduce_deadline_ms
+
         def reduce(within: Budget) -> ReductionResult:
             return reducer.reduce(
                 request.parts,
@@ -164,6 +166,7 @@ class Compactor:
                 caller=principal.caller,
                 bypass=bypass,
                 cache_scope=principal.tenant_id,
+                deadline_s=None if deadline_ms is None else deadline_ms / 1000,
             )
 
         try:

@@ -148,6 +148,8 @@ class Overrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     policy: Annotated[str, Meta(min_length=1)] | None = None
     max_input_tokens: PositiveInt | None = None
     ttft_slo_ms: Annotated[float, Meta(gt=0)] | None = None
+    reduce_deadline_ms: Annotated[float, Meta(ge=0)] | None = None
+    """Time limit of the reduction, from its begin; then the best partial result is sent, marked as such."""
     bypass: bool | None = None
 
 

@@ -27,7 +27,7 @@ MAX_EDGE_LINES = 3
 TOPIC_FACTOR = 3
 """A plain first line must be repeated this many times as often as a last one."""
 MAX_ROUNDS = 8
-"""Times that edges are looked at anew after lines went; a header of more than 24 lines is not one."""
+"""Times that a text is looked at anew after lines went; a header of more than 24 lines is not one."""
 MAX_EDGE_CHARS = 160
 """A longer line is text, however often it is repeated."""
 
@@ -150,7 +150,22 @@ def _clean_text(text: str, asked: frozenset[str], config: CleanConfig) -> tuple[
 
 
 def _clean_prose(text: str, asked: frozenset[str], config: CleanConfig) -> tuple[SpanText | None, bool]:
-    """Text that is not HTML without its furniture, ``None`` for all of it; and whether its layout is fixed."""
+    """Text that is not HTML without its furniture, ``None`` for all of it; and whether its layout is fixed.
+
+    Goes on until nothing changes: what stands together once a line is gone may be furniture only now.
+    """
+    kept, is_fixed = _clean_once(text, asked, config)
+    for _ in range(MAX_ROUNDS):
+        if kept is None or is_fixed:
+            break
+        again, is_fixed = _clean_once(kept.text, asked, config)
+        if again is None:
+            break
+        kept = kept.narrow(text, again)
+    return kept, is_fixed
+
+
+def _clean_once(text: str, asked: frozenset[str], config: CleanConfig) -> tuple[SpanText | None, bool]:
     if not may_hold_boilerplate(text):
         return None, False
     if is_structured(text):

@@ -158,3 +158,23 @@ async def test_a_message_of_megabytes_is_refused_by_its_size_without_being_token
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert "at least" in response.json()["error"]["message"]
     assert counted == []
+
+
+async def test_request_states_how_long_the_reduction_may_take(http: AsyncTestClient[Any]) -> None:
+    hurried = await compact(
+        http, documents=make_documents(20), firsttoken={"max_input_tokens": 400, "reduce_deadline_ms": 0}
+    )
+    assert hurried["prompt_tokens"] <= 400
+    late = [stage for stage in hurried["stages"] if stage["stage"] != "access"]
+    assert all("deadline of 0 ms" in (stage["degraded"] or "") for stage in late)
+    at_ease = await compact(
+        http, documents=make_documents(20), firsttoken={"max_input_tokens": 400, "reduce_deadline_ms": 600_000}
+    )
+    assert not any("deadline" in (stage["degraded"] or "") for stage in at_ease["stages"])
+
+
+async def test_negative_deadline_is_refused(http: AsyncTestClient[Any]) -> None:
+    body = make_body(firsttoken={"reduce_deadline_ms": -1})
+    response = await http.post("/v1/compact", json=body, headers=bearer(ACME_KEY))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "firsttoken.reduce_deadline_ms"
