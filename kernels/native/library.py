@@ -4,11 +4,13 @@
 ``avx2``, ``avx512``, ``avx512_vnni``, ``avx512_bf16``).
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,9 +159,29 @@ def load_kernels(isa: str | None = None) -> NativeKernels:
     return NativeKernels(isa=table.contents.isa.decode(), panel=table.contents.panel, functions=functions)
 
 
-@functools.cache
 def native_kernels() -> NativeKernels | None:
     """The kernels that this process uses, or ``None`` with the reason in the log. Follows ``FIRSTTOKEN_NATIVE``."""
+    return _override[-1] if _override else _configured_kernels()
+
+
+@contextlib.contextmanager
+def using_kernels(kernels: NativeKernels | None) -> Iterator[None]:
+    """Make the whole process use other kernels for a while, or none; for tests and benches.
+
+    Weights that were packed and attention backends that were made before keep theirs.
+    """
+    _override.append(kernels)
+    try:
+        yield
+    finally:
+        _override.pop()
+
+
+_override: list[NativeKernels | None] = []
+
+
+@functools.cache
+def _configured_kernels() -> NativeKernels | None:
     wanted = os.environ.get(_VARIABLE, "").strip().lower()
     if wanted in ("off", "0", "none"):
         return None

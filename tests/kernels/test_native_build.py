@@ -14,17 +14,17 @@ import torch
 from kernels.attention import get_attention_backend
 from kernels.native import build, library
 from kernels.native.build import NativeBuildError, build_library, find_compiler
-from kernels.native.library import load_kernels, native_kernels
+from kernels.native.library import _configured_kernels, load_kernels, native_kernels
 
 
 @pytest.fixture
 def fresh_process() -> Iterator[None]:
     """As if nothing had been loaded yet, before and after."""
     load_kernels.cache_clear()
-    native_kernels.cache_clear()
+    _configured_kernels.cache_clear()
     yield
     load_kernels.cache_clear()
-    native_kernels.cache_clear()
+    _configured_kernels.cache_clear()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The native ops of every instruction set against their formulas."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,8 +9,7 @@ import torch.nn.functional as F
 from factories_kernels import get_kernels
 
 from kernels.linear import PackedWeight, linear, linear_int8_ref, linear_ref, pack_weight
-from kernels.native import library
-from kernels.native.library import ISAS
+from kernels.native.library import ISAS, using_kernels
 from kernels.rms_norm import add_rms_norm_, rms_norm, rms_norm_ref
 from kernels.rotary import rotary_tables
 from kernels.rotary_store import rotary_store, rotary_store_ref
@@ -28,14 +28,10 @@ def _poison_new_tensors() -> Iterator[None]:
 
 
 @pytest.fixture
-def use_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def use_isa() -> Iterator[Callable[[str], None]]:
     """Makes the ops take the kernels of one instruction set."""
-
-    def use(isa: str) -> None:
-        kernels = get_kernels(isa)
-        monkeypatch.setattr(library, "native_kernels", lambda: kernels)
-
-    return use
+    with contextlib.ExitStack() as stack:
+        yield lambda isa: stack.enter_context(using_kernels(get_kernels(isa)))
 
 
 def _assert_error_at_most_twice(actual: torch.Tensor, plain: torch.Tensor, expected: torch.Tensor) -> None:
@@ -74,11 +70,12 @@ def test_add_rms_norm_updates_the_residual_and_normalises_it(
     )
 
 
-def test_add_rms_norm_without_native_kernels_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "native_kernels", lambda: None)
+def test_add_rms_norm_without_native_kernels_is_the_same() -> None:
     residual, delta, weight = torch.randn(5, 16), torch.randn(5, 16), torch.rand(16)
     summed = residual + delta
-    torch.testing.assert_close(add_rms_norm_(residual, delta, weight, 1e-6), rms_norm_ref(summed, weight, 1e-6))
+    with using_kernels(None):
+        actual = add_rms_norm_(residual, delta, weight, 1e-6)
+    torch.testing.assert_close(actual, rms_norm_ref(summed, weight, 1e-6))
     assert torch.equal(residual, summed)
 
 
@@ -191,9 +188,8 @@ def test_int8_rows_that_are_zero_or_not_finite_stay_so(
     assert not torch.isfinite(actual[2:]).any()
 
 
-def test_int8_without_native_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "native_kernels", lambda: None)
-    with pytest.raises(ValueError, match="int8 weights need the native CPU kernels and fp32 or bf16"):
+def test_int8_without_native_kernels_is_refused() -> None:
+    with using_kernels(None), pytest.raises(ValueError, match="int8 weights need the native CPU kernels and fp32 or"):
         pack_weight(torch.ones(4, 4), "int8")
 
 
