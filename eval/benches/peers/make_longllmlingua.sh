@@ -14,6 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 source, target = Path(sys.argv[1]), sys.argv[2]
 AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
-AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
+# This reader leaves a missing output layer at random values; where the file holds none, it is the input embedding.
+model.config.tie_word_embeddings = True
+model.tie_weights()
+model.save_pretrained(target)
 PYTHON
 echo "$folder/bin/python"
