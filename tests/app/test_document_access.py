@@ -7,6 +7,8 @@ import pytest
 from factories_app import ACME_KEY, OUTSIDER_KEY, bearer, make_app, make_body, make_settings
 from litestar.testing import AsyncTestClient
 
+from app.commands.compact import show
+
 
 @pytest.fixture
 async def http() -> AsyncIterator[AsyncTestClient[Any]]:
@@ -61,3 +63,21 @@ async def test_a_misspelt_rule_is_refused_and_never_read_as_open(http: AsyncTest
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith("documents[0].acl")
     assert "Ghent" not in answer.text
+
+
+@pytest.mark.parametrize(("num_denied", "said"), [(0, ""), (1, "1 document denied"), (2, "2 documents denied")])
+def test_the_command_line_counts_denied_documents(
+    num_denied: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = {"max_input_tokens": 100, "source": "window"}
+    show(
+        {
+            "original_prompt_tokens": 9,
+            "prompt_tokens": 9,
+            "budget": budget,
+            "stages": [],
+            "documents": [],
+            "denied_documents": num_denied,
+        }
+    )
+    assert [line for line in capsys.readouterr().out.splitlines() if "denied" in line] == [said] * (num_denied > 0)
