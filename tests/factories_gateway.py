@@ -27,7 +27,7 @@ STOP_TIMEOUT_S = 30.0
 def missing_models() -> str | None:
     """Why the default models cannot be used, or ``None``."""
     store = ModelStore()
-    missing = [model.name for model in CATALOGUE.values() if not store.is_installed(model)]
+    missing = [model.name for model in CATALOGUE.values() if model.is_default and not store.is_installed(model)]
     return f"not on this machine: {', '.join(missing)} (firsttoken models pull)" if missing else None
 
 

