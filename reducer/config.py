@@ -171,7 +171,7 @@ class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which earlier turns go into the prompt."""
 
-    num_recent_messages: int = 4
+    num_recent_messages: int = 2
     """Messages right before the question that stay verbatim, while they take at most half of the room."""
     max_share: float = 0.5
     """Most of the tokens left beside system, tools and question that history may take while passages need the rest."""

@@ -120,7 +120,7 @@ NOT_NAMES = frozenset(_LOWER_WORDS.split())
 _CAPITAL = r"(?:[A-ZÀ-ÖØ-ÞА-ЯЁ][\w'’&.-]*\w|(?:[A-Z]\.)+|[A-Z](?=\s|$))"
 NAME = re.compile(
     rf"(?:(?:No\.?|#)?(?<![\w.-])\d{{1,6}}[\w-]{{0,8}}\s{{1,3}})?{_CAPITAL}"
-    rf"(?:(?:[ ]|, (?=[A-Z]{{2}}\b))(?:(?:of|the|de|del|la|le|von|van|der|den|y|&|and|for|at|by|vs\.?|zu|am)[ ]){{0,2}}{_CAPITAL}"
+    rf"(?:(?:[ ]|(?<!\b[A-Z][a-z]), (?=[A-Z][A-Za-z]\b)|(?<=[a-z]), (?=[A-Z][a-z]+[.?!;]?(?:\s[a-z]|$)))(?:(?:of|the|de|del|la|le|von|van|der|den|y|&|and|for|at|by|vs\.?|zu|am)[ ]){{0,2}}{_CAPITAL}"
     r"|[ ]\d+\b(?![:.%]\d))*"
 )
 QUOTED_NAME = re.compile(
@@ -130,8 +130,8 @@ KATAKANA = re.compile(r"[ァ-ヶー・]{3,}")
 LATIN_IN_DENSE = re.compile(rf"(?<=[{DENSE}])[A-Za-z][\w.+-]*|[A-Za-z][\w.+-]*(?=[{DENSE}])")
 
 FORBIDS = re.compile(
-    r"(?:^|[.;:,!?—–-]\s*|\b(?:and|but|so|please|also|you|we|just|then|or|i|they|bitte|por favor|пожалуйста)\s+)"
-    r"(?:please\s+)?(?:do\s+not|don['’]?t|never|must\s+not|mustn['’]t|should\s+not|shouldn['’]t|may\s+not|must\s+never)"
+    r"(?:(?:^|[.;:,!?—–-]\s*|\b(?:and|but|so|please|also|just|then|or|bitte|por favor|пожалуйста)\s+)"
+    r"(?:please\s+)?(?:do\s+not|don['’]?t|never)|\b(?:must\s+not|mustn['’]t|should\s+not|shouldn['’]t|may\s+not|must\s+never))"
     r"\s+(?!(?:know|think|have|see|care|mind|remember|believe|understand|worry|get|need|really|even|like|want an?|it\b"
     r"|you\b|we\b|i\b|they\b|be surprised))"
     r"|\b(?:under no circumstances|make sure (?:not|you don|that no)|i (?:do not|don['’]t) want you|is (?:forbidden"
@@ -150,7 +150,7 @@ FORBIDS = re.compile(
     re.IGNORECASE,
 )
 DECIDES = re.compile(
-    r"\b(?:(?:we|i)(?:['’]ve| have)? (?:decided|agreed|settled|chose|approved|picked)|let['’]?s (?:go with|use|take|do|stick|keep)"
+    r"\b(?:(?:we|i)(?:['’]ve| have)? (?:decided|agreed|settled|chose|approved|picked)|let['’]?s (?:go with|use|take|do|stick|keep (?:the|this|that|it|to|our \w+ (?:at|in|on)))"
     r"|(?:i|we)['’]?(?:ll| will) (?:take|go with|use|stick with)|decision|it is decided|go(?:ing)? with"
     r"|(?:agreed|approved|confirmed|signed off|final)(?:\b(?= (?:on|to|by|that|with|:)))|instead of|changed? my mind"
     r"|actually,|correction|scratch that|(?:no|sorry|wait),? (?:i mean|make (?:it|that))|make (?:it|that) \w+ instead"

@@ -29,6 +29,7 @@ from reducer.encoder import Encoder, FloatArray
 from reducer.errors import InvalidPromptError
 from reducer.prompt import WireMessage
 from reducer.rank import Query, lexical_scores, query_vector, scale, scale_lexical, similarities
+from reducer.recall import recall_turns
 from reducer.record import Record
 from reducer.result import TurnAction, TurnDecision
 from reducer.summary import Summarizer, SummaryMemory
@@ -150,7 +151,17 @@ def reduce_history(
         plan = record.plan(allowance)
     older = list(range(plan.num_compacted))
     scores, degraded = _relevance([_unit_text(messages, units[n]) for n in older], query, rank_config, encoder)
-    recall = record.recall(plan, scores, allowance - plan.num_tokens, config.min_recall_score, fill=fill)
+    recall = recall_turns(
+        messages,
+        units[: plan.num_compacted],
+        record.older_turns(plan),
+        plan,
+        scores,
+        allowance - plan.num_tokens,
+        config.min_recall_score,
+        counter,
+        fill=fill,
+    )
     decisions: list[TurnDecision] = []
     for number, unit in enumerate(units):
         for index in unit:

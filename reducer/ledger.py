@@ -49,6 +49,9 @@ KIND_RANK: dict[FactKind, int] = {
 
 SECONDARY_KINDS: frozenset[FactKind] = frozenset({"number", "negation", "decision"})
 """Kinds that, said by the assistant, give way where room is short: counts of search results, what was not found."""
+NESTING_KINDS: frozenset[FactKind] = frozenset({"name", "quote", "address", "identifier", "price", "date", "time"})
+"""Kinds of which one may stand inside another and is stated with it: a city in an address, a price in a rate."""
+MAX_NESTING_WORDS = 8
 MAX_PINNED_WORDS = 40
 """A longer sentence is pinned from its instruction on, up to the end of the sentence."""
 
@@ -67,6 +70,42 @@ def fact_key(text: str) -> str:
     """The form in which two statements of one fact are equal."""
     plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
     return " ".join(plain.casefold().replace("’", "'").split()).strip('.,;:!?"“”`')
+
+
+_DAY_OF_MONTH = re.compile(
+    r"(?:the )?(?P<day>\d{1,2})(?:st|nd|rd|th|\.)?(?: of| de)? (?P<month>[^\W\d_]{3,})"
+    r"|(?P<month_>[^\W\d_]{3,})\.? (?:the )?(?P<day_>\d{1,2})(?:st|nd|rd|th)?"
+)
+_CLOCK = re.compile(r"(?P<hour>\d{1,2})(?:[:.](?P<minute>\d\d))?\s?(?P<half>[ap])\.?m\.?")
+
+
+def statement_key(fact: Fact) -> str:
+    """What a fact states: equal for two ways to write one date or time of day, else its key.
+
+    >>> [statement_key(Fact("date", 0, 0, key)) for key in ("march 9th", "the 9th of march", "march 9, 2024")]
+    ['9 mar', '9 mar', 'march 9, 2024']
+    """
+    if fact.kind == "date" and (match := _DAY_OF_MONTH.fullmatch(fact.key)):
+        day, month = match["day"] or match["day_"], match["month"] or match["month_"]
+        return f"{int(day)} {month[:3]}"
+    if fact.kind == "time" and (match := _CLOCK.fullmatch(fact.key)):
+        return f"{int(match['hour'])}:{match['minute'] or '00'} {match['half']}m"
+    return fact.key
+
+
+def nested_keys(fact: Fact) -> list[str]:
+    """Keys that a fact states along with its own: runs of the words of a name, an address and the like."""
+    if fact.kind not in NESTING_KINDS:
+        return []
+    words = fact.key.split()
+    if not 1 < len(words) <= MAX_NESTING_WORDS:
+        return []
+    return [
+        fact_key(" ".join(words[first:last]))
+        for first in range(len(words))
+        for last in range(first + 1, len(words) + 1)
+        if last - first < len(words)
+    ]
 
 
 def find_facts(text: str, role: str, quoted: Sequence[Span] = ()) -> list[Fact]:
@@ -207,7 +246,8 @@ def _is_common(word: str) -> bool:
     plain = word.casefold().replace("’", "'").strip(".")
     if plain == "the":
         return False
-    return plain in NOT_NAMES or plain in CHAT_WORDS or "'" in plain.removesuffix("'s")
+    stem = plain.removesuffix("'s")
+    return stem in NOT_NAMES or stem in CHAT_WORDS or "'" in stem
 
 
 def _negations(text: str) -> Iterable[tuple[int, int]]:

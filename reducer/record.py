@@ -1,54 +1,48 @@
-"""The record: which turns are compacted, in which steps, and what is recalled beside it.
+"""The record: which turns are compacted, and in which steps.
 
-``plan`` replays the conversation. Example with room for 512 tokens and four recent messages: turns 1 to 11 fit; with
-turn 12 the history is over, so turns 1 to 7 become the first segment of the record and 85 % of the room is in use;
-turns 13 and 14 fit; with turn 15 turns 8 to 10 become the second segment, appended to the first. When recent turns and
-record together have no room left, the record is written anew at the next lower of ``RATIOS``; the last one keeps the
-bare facts of the ledger.
+``plan`` replays the conversation. Example with room for 512 tokens: turns 1 to 11 fit; with turn 12 the history is
+over, so turns 1 to 3 become the first segment of the record and 95 % of the room is in use; with turn 13 turn 4 becomes
+the second segment, appended to the first. When the last turns and the record together have no room left, the record is
+written anew at the next of ``MIN_RATES``, as one segment: each leaves a record shorter by about 7 %, so a conversation
+is rewritten about once while it grows by a fourteenth. The last rate keeps the bare facts of the ledger.
+
+The steps are those of extracts. A model, where one is configured, rewrites the segments of the last step only, each in
+at most the tokens of its extracts: so it is asked once for each segment, and no step depends on what it says.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from reducer.blocks import RECORD_CLOSING, RECORD_OPENING
 from reducer.config import HistoryConfig
-from reducer.encoder import FloatArray
+from reducer.extract import Extract
 from reducer.ledger import KIND_RANK
 from reducer.prompt import WireMessage
 from reducer.summary import (
-    GAP,
-    LABEL_TOKENS,
-    Extract,
+    MIN_MODEL_TOKENS,
     SegmentSummary,
     Summarizer,
     SummaryMemory,
     chain_key,
-    protect,
     render_block,
+    rewrite_segment,
     said_by,
     summarise_segment,
 )
 from reducer.tokens import TokenCounter
-from reducer.turns import (
-    RECALL_CLOSING,
-    RECALL_OPENING,
-    RECORD_CLOSING,
-    RECORD_OPENING,
-    Turn,
-    call_text,
-    calls_tools,
-    is_tool_result,
-    read_turns,
-    turn_text,
-)
+from reducer.turns import Turn, calls_tools, is_tool_result, read_turns
 
-USEFUL_SLACK_TOKENS = 10
-"""Unused room worth another round of clauses."""
-RATIOS = (0.4, 0.35, 0.3, 0.26, 0.22, 0.18, 0.14, 0.1, 0.05, 0.0)
-"""Shares of the turns' tokens that the record may take, one after the other as the room becomes too small."""
-LOW_WATERMARK = 0.85
+MIN_RATES = (*(0.15 * 1.12**step for step in range(24)), math.inf)
+"""What a clause must say per token to stay, one after the other as the room becomes too small; at last facts alone."""
+FIRST_SHARE = 0.5
+"""Share of the turns' tokens that the record takes at the first rate, about."""
+NEXT_SHARE = 0.93
+"""The same at one rate beside that at the rate before."""
+LOW_WATERMARK = 0.95
 """Share of the room in use after a compaction; what lies above is room for turns until the next one."""
-KEPT_FOR_CLAUSES = 0.5
-"""Share of the room for recalled turns that whole turns leave to clauses, where both may come back."""
+MODEL_LOW_WATERMARK = 0.7
+"""The same where a model summarises: it is asked rarely, and for more than a line."""
 MAX_RECENT_SHARE = 0.5
 """Most of the room that recent turns take before they are compacted as well."""
 
@@ -67,16 +61,6 @@ class Plan:
     """Words in the record by turn."""
     said: frozenset[str]
     degraded: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """Older turns that are back in the prompt: whole units, and clauses of others."""
-
-    units: frozenset[int] = frozenset()
-    block: str = ""
-    num_tokens: int = 0
-    tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 class Record:
@@ -120,10 +104,12 @@ class Record:
             bounds, level = self._compact(bounds, level, newest, room)
             first = bounds[-1] if bounds else 0
             tail = sum(self._costs[first : newest + 1])
-        summaries = self._summaries(bounds, level)
-        block = render_block(summaries)
         if self._size(bounds, level) + tail > allowance:
             return self._bare_plan(allowance)
+        summaries = self._summaries(bounds, level)
+        if self._summarizer is not None:
+            summaries = self._rewrite(self._summarizer, bounds, level)
+        size = sum(summary.num_tokens for summary in summaries)
         chosen = {
             key: frozenset(word for first, last in runs for word in range(first, last))
             for summary in summaries
@@ -134,98 +120,48 @@ class Record:
             notes.append("no summarizer: extracts instead")
         return Plan(
             first,
-            block,
-            self._size(bounds, level) + tail,
+            render_block(summaries),
+            (size + self._num_block_tokens if size else 0) + tail,
             dict(pair for summary in summaries for pair in summary.turn_tokens),
             chosen,
             frozenset(said_by(summaries)),
-            notes[0] if notes else None,
+            "; ".join(dict.fromkeys(notes)) or None,
         )
 
-    def recall(self, plan: Plan, scores: FloatArray, room: int, min_score: float, *, fill: bool) -> Recall:
-        """Bring back what the question needs within ``room`` tokens, then, with ``fill``, what else is new."""
-        room -= self._counter.count_text(RECALL_OPENING) + self._counter.count_text(RECALL_CLOSING)
-        lines: dict[int, str] = {}
-        units: list[int] = []
-        left = room
-        order = sorted(range(plan.num_compacted), key=lambda number: (-float(scores[number]), -number))
-        for number in order:
-            if scores[number] < min_score:
-                break
-            texts = {index: self._whole(index) for index in self._units[number]}
-            cost = sum(self._counter.count_text(text) for text in texts.values())
-            if 0 < cost <= left - (int(room * KEPT_FOR_CLAUSES) if fill else 0):
-                units.append(number)
-                lines.update(texts)
-                left -= cost
-        if fill and left > 2 * LABEL_TOKENS:
-            clauses = self._more(plan, {index for n in units for index in self._units[n]}, lines, room)
-        else:
-            clauses = {}
-        text = _join(lines, clauses)
-        if not text:
-            return Recall()
-        block = RECALL_OPENING + text + RECALL_CLOSING
-        return Recall(
-            frozenset(units),
-            block,
-            self._counter.count_text(block),
-            {index: self._counter.count_text(line) for index, line in (clauses | lines).items() if line},
-        )
-
-    def _more(self, plan: Plan, recalled: set[int], whole: Mapping[int, str], room: int) -> dict[int, str]:
-        """Further clauses of compacted turns, by message index, that have room beside the ``whole`` turns."""
-        turns = [turn for turn in self._segment(0, plan.num_compacted) if turn.index not in recalled]
-        wanted = room - self._counter.count_text(_join(whole, {}))
-        best: dict[int, str] = {}
-        for _ in range(4):
-            extract = Extract(turns, set(plan.said), [set(plan.chosen.get(turn.key, ())) for turn in turns])
-            extract.fill(wanted)
-            lines: dict[int, str] = {}
-            for turn, chosen in zip(turns, extract.chosen, strict=True):
-                new = chosen - plan.chosen.get(turn.key, frozenset())
-                if new:
-                    lines[turn.index] = lines.get(turn.index, "") + Extract([turn], set(), [new]).render()
-            slack = room - self._counter.count_text(_join(whole, lines))
-            if slack >= 0:
-                best = lines
-                if slack < USEFUL_SLACK_TOKENS:
-                    break
-            elif best:
-                break
-            wanted += slack - 2
-        return best
+    def older_turns(self, plan: Plan) -> list[Turn]:
+        """The turns that the record stands for."""
+        return self._segment(0, plan.num_compacted)
 
     def _compact(self, bounds: tuple[int, ...], level: int, newest: int, room: int) -> tuple[tuple[int, ...], int]:
         """One step: the oldest units behind the record join it until ``LOW_WATERMARK`` of the room is in use."""
         start = bounds[-1] if bounds else 0
         last = self._first_recent(newest, room)
-        target = int(room * LOW_WATERMARK)
+        target = int(room * (MODEL_LOW_WATERMARK if self._config.summarizer == "model" else LOW_WATERMARK))
         while True:
-            if last > start:
+            # Where not even all of them joining is enough, no smaller step is looked at.
+            if last > start and 2 * self._size_with(bounds, last, level, newest) <= target + room:
                 bound = self._guess(bounds, level, start, last, newest, target)
-                while True:
-                    grown = (*bounds, bound)
-                    size = self._size(grown, level) + sum(self._costs[bound : newest + 1])
-                    if size <= target or (bound == last and 2 * size <= target + room):
-                        return grown, level
-                    if bound == last:
-                        break
+                while bound < last and self._size_with(bounds, bound, level, newest) > target:
                     bound = min(last, bound + max(1, (last - bound) // 2))
-            elif self._size(bounds, level) + sum(self._costs[start : newest + 1]) <= room:
+                return (*bounds, bound), level
+            if last <= start and self._size(bounds, level) + sum(self._costs[start : newest + 1]) <= room:
                 return bounds, level
-            if level == len(RATIOS) - 1:
+            if level == len(MIN_RATES) - 1:
                 # Not even the bare facts have room beside the recent turns: these go into the record as well.
                 return ((*bounds, newest + 1) if newest + 1 > start else bounds), level
             # Written anew as one segment: what is said best is then chosen among all of its turns.
             level, bounds, start = level + 1, (), 0
 
+    def _size_with(self, bounds: tuple[int, ...], bound: int, level: int, newest: int) -> int:
+        """Tokens of the record grown up to ``bound``, and of the units behind it."""
+        return self._size((*bounds, bound), level) + sum(self._costs[bound : newest + 1])
+
     def _guess(self, bounds: tuple[int, ...], level: int, start: int, last: int, newest: int, target: int) -> int:
-        """The first bound that should do, if a segment takes its ratio and nothing more."""
+        """The first bound that should do, if a segment takes its usual share and nothing more."""
         size: float = self._size(bounds, level) + sum(self._costs[start : newest + 1])
         bound = start
         while bound < last and size > target:
-            size -= self._costs[bound] * (1 - RATIOS[level])
+            size -= self._costs[bound] * (1 - FIRST_SHARE * NEXT_SHARE**level)
             bound += 1
         return max(bound, start + 1)
 
@@ -256,28 +192,51 @@ class Record:
         return found
 
     def _summarise(self, before: tuple[SegmentSummary, ...], bounds: tuple[int, ...], level: int) -> SegmentSummary:
+        key = self._key(bounds, level, by_model=False)
+        if (cached := self._remembered(key)) is not None:
+            return cached
         start, end = (bounds[-2] if len(bounds) > 1 else 0), bounds[-1]
-        key = self._key(bounds, level)
-        cacheable = key is not None and not any(summary.degraded for summary in before)
-        if self._memory is not None and key is not None and cacheable:
-            cached = self._memory.cache.get(key)
-            if cached is not None:
-                return cached
-        summary = summarise_segment(
-            self._segment(start, end), said_by(before), RATIOS[level], self._counter, self._summarizer
-        )
-        if self._memory is not None and key is not None and cacheable and summary.degraded is None:
-            self._memory.cache.put(key, summary)
+        summary = summarise_segment(self._segment(start, end), said_by(before), MIN_RATES[level], self._counter)
+        self._remember(key, summary)
         return summary
 
-    def _key(self, bounds: tuple[int, ...], level: int) -> bytes | None:
+    def _rewrite(self, summarizer: Summarizer, bounds: tuple[int, ...], level: int) -> tuple[SegmentSummary, ...]:
+        """The chain in the model's words; where it fails, a segment keeps its extracts."""
+        final: list[SegmentSummary] = []
+        start, is_complete = 0, True
+        for number, (extracts, end) in enumerate(zip(self._summaries(bounds, level), bounds, strict=True), 1):
+            # What follows a failure is said for this request only: the next one may find the model well.
+            key = self._key(bounds[:number], level, by_model=True) if is_complete else None
+            summary = self._remembered(key)
+            if summary is None:
+                turns = self._segment(start, end)
+                if extracts.num_tokens >= MIN_MODEL_TOKENS:
+                    said = said_by(final)
+                    summary = rewrite_segment(turns, said, extracts, MIN_RATES[level], self._counter, summarizer)
+                else:
+                    summary = extracts
+                is_complete = is_complete and summary.degraded is None
+                if is_complete:
+                    self._remember(key, summary)
+            final.append(summary)
+            start = end
+        return tuple(final)
+
+    def _remembered(self, key: bytes | None) -> SegmentSummary | None:
+        return self._memory.cache.get(key) if self._memory is not None and key is not None else None
+
+    def _remember(self, key: bytes | None, summary: SegmentSummary) -> None:
+        if self._memory is not None and key is not None:
+            self._memory.cache.put(key, summary)
+
+    def _key(self, bounds: tuple[int, ...], level: int, *, by_model: bool) -> bytes | None:
         if self._memory is None:
             return None
         key = self._memory.scope
         start = 0
         for bound in bounds:
             members = [self._messages[i] for unit in self._units[start:bound] for i in unit]
-            key = chain_key(key, members, RATIOS[level], self._config, self._summarizer is not None)
+            key = chain_key(key, members, MIN_RATES[level], self._config, by_model)
             start = bound
         return key
 
@@ -297,15 +256,6 @@ class Record:
             before = self._messages[index - 1] if index else None
             turns = self._turns[index] = read_turns(index, self._messages[index], self._counter, before)
         return turns
-
-    def _whole(self, index: int) -> str:
-        """A message as one line of the recall block, verbatim; nothing for a message without text."""
-        message = self._messages[index]
-        role = message.get("role")
-        text = turn_text(message)
-        call = call_text(message).strip()
-        lines = f"{role}: {protect(text)}\n" if text.strip() else ""
-        return lines + (f"{role} calls: {protect(call)}\n" if call else "")
 
     def _bare_plan(self, allowance: int) -> Plan:
         """A record of facts only, what matters most and came last first, when not even all facts have room."""
@@ -338,29 +288,11 @@ class Record:
         )
 
 
-def _join(whole: Mapping[int, str], clauses: Mapping[int, str]) -> str:
-    """Whole turns and clauses of others in order; clauses of one speaker that follow each other share a line."""
-    text = ""
-    label = ""
-    for index in sorted({*whole, *clauses}):
-        if index in whole:
-            text, label = text + whole[index], ""
-            continue
-        for line in clauses[index].splitlines():
-            start = next((mark for mark in ("- ", "user: ") if line.startswith(mark)), "")
-            if start and start == label:
-                text = text.removesuffix("\n") + GAP + line.removeprefix(start) + "\n"
-            else:
-                text += line + "\n"
-            label = start
-    return text
-
-
 def quantise(tokens: int) -> int:
-    """``tokens`` rounded down to one of eight steps an octave, so that a slightly longer question moves no step.
+    """``tokens`` rounded down to one of sixteen steps an octave, so that a slightly longer question moves no step.
 
     >>> [quantise(n) for n in (7, 500, 511, 512, 4000)]
-    [7, 480, 480, 512, 3840]
+    [7, 496, 496, 512, 3968]
     """
-    step = 1 << max(tokens.bit_length() - 4, 0)
+    step = 1 << max(tokens.bit_length() - 5, 0)
     return tokens // step * step if tokens > 0 else 0

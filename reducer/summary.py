@@ -5,53 +5,36 @@ before it, and on nothing later: so the summary of a conversation is a prefix of
 for byte, with the cache or without it. Inside a segment
 
 1. every fact of the ledger that has not been said yet is kept, word for word;
-2. clauses that say most that is new per token follow, until ``ratio`` of the segment's tokens is used.
+2. clauses that say most that is new per token follow, down to a rate that is the same for all segments.
 
-    user: 2 rooms in London … check in on March 4th
-    assistant: Abercorn House is a 1 star hotel … Their number is +44 20 8563 8692
+    2 rooms in London … check in on March 4th
+    - Abercorn House is a 1 star hotel … Their number is +44 20 8563 8692
     user quotes: always answer in JSON
 
-Lines begin with the speaker, `` … `` marks what was left out. Text that would read as a speaker, or as the end of the
-block, at a line's start gets one backslash.
+A line is the user's where nothing else is written before it: ``-`` for the assistant, a label for all others. `` … ``
+marks what was left out. Text that would read as such a mark, or as the end of the block, gets one backslash.
 """
 
 import hashlib
-import heapq
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from reducer.blocks import LEDGER_LABEL, RECORD_CLOSING, RECORD_OPENING, SUMMARY_MARK, USER_MARK, protect
 from reducer.byte_cache import ByteCache
-from reducer.ledger import SECONDARY_KINDS, Fact, missing_facts
+from reducer.extract import Extract, is_secondary, word_runs
+from reducer.ledger import missing_facts
 from reducer.prompt import Caller, WireMessage
-from reducer.template import escape
 from reducer.tokens import TokenCounter
-from reducer.turns import RECORD_CLOSING, RECORD_OPENING, Piece, Turn
+from reducer.turns import Turn
 
-GAP = " … "
-LEDGER_LABEL = "also stated: "
-"""Line of facts that a model's summary left out."""
-TRAILING = frozenset({",", ";", ":", ".", "，", "；", "：", "。", "、", "-", "–", "—"})
-"""Marks that are left out where a line or a gap follows them."""
-TIGHT_RATIO = 0.35
-"""Below this ratio only the primary facts are pinned."""
-GAP_TOKENS = 1
-LABEL_TOKENS = 3
-PIN_CONTEXT = 0.6
-"""What the clause around a bare fact is worth, in new words."""
-
-COST_EXPONENT = 0.7
-"""Below 1 a longer piece is preferred to shorter ones of the same rate: fewer cuts, whole thoughts."""
-FACT_GAIN = 0.5
-"""What a fact that need not be pinned is worth, in new words."""
-
-_FORGED = re.compile(
-    r"(?im)^(?P<label>[^\S\n]*\\*)"
-    r"(?=(?:user|assistant|tool|system|developer|function|other|also stated)(?: quotes| calls)?\s*[:：])"
-    r"|(?P<tag>[<＜]\s*\\*)(?=\s*[/／]?\s*(?:earlier_turns|recalled_turns)\b)"
-)
+TIGHT_RATE = 0.3
+"""Above this rate only the primary facts are pinned."""
+MIN_MODEL_TOKENS = 32
+"""Extracts shorter than this stay as they are: there is nothing for a model to say in fewer words."""
+MIN_MODEL_SHARE = 0.25
+"""Least share of an extract's tokens that a model is asked to fill, however much the bare facts take."""
 
 
 class Summarizer(Protocol):
@@ -119,172 +102,16 @@ def chain_key(parent: bytes, messages: Iterable[WireMessage], *extra: object) ->
     return digest.digest()
 
 
-@dataclass(slots=True)
-class Extract:
-    """Words chosen from turns, and what they say; the running state of one greedy selection."""
-
-    turns: Sequence[Turn]
-    said: set[str]
-    """Keys of facts and terms that were said before or are said by the chosen words."""
-    chosen: list[set[int]] = field(default_factory=list)
-    num_tokens: int = 0
-    new: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        if not self.chosen:
-            self.chosen = [set() for _ in self.turns]
-
-    def cost(self, number: int, first: int, last: int) -> int:
-        """Tokens that words ``[first, last)`` of a turn would add, with gaps and the speaker's label."""
-        turn, chosen = self.turns[number], self.chosen[number]
-        tokens = sum(turn.costs[word] for word in range(first, last) if word not in chosen)
-        touching = (first - 1 in chosen) + (last in chosen)
-        if not chosen:
-            return tokens + LABEL_TOKENS
-        if not touching and not any(word in chosen for word in range(first, last)):
-            tokens += GAP_TOKENS
-        return tokens
-
-    def add(self, number: int, first: int, last: int) -> None:
-        """Choose words."""
-        turn = self.turns[number]
-        self.num_tokens += self.cost(number, first, last)
-        self.chosen[number].update(range(first, last))
-        for word in range(first, last):
-            if turn.terms[word]:
-                self._say(turn.terms[word])
-
-    def say_fact(self, fact: Fact) -> None:
-        """Note that a fact stands in the text."""
-        self._say("\x00" + fact.key)
-
-    def is_said(self, fact: Fact) -> bool:
-        """Whether the fact stands in the text so far."""
-        return "\x00" + fact.key in self.said
-
-    def pin_facts(self, *, primary_only: bool = False) -> None:
-        """Choose every fact that has not been said, in order."""
-        for number, turn in enumerate(self.turns):
-            for pin in turn.pins:
-                if primary_only and turn.speaker != "user" and pin.fact.kind in SECONDARY_KINDS:
-                    continue
-                if not self.is_said(pin.fact):
-                    self.add(number, pin.first, pin.last)
-                    self.say_fact(pin.fact)
-
-    def fill(self, max_tokens: int) -> None:
-        """Choose pieces, most new words per token first, while the whole stays within ``max_tokens``."""
-        heap: list[tuple[float, int, int, Piece]] = []
-        for number, turn in enumerate(self.turns):
-            for order, piece in enumerate(turn.pieces):
-                rate = self._rate(number, piece)
-                if rate > 0:
-                    heap.append((-rate, number, order, piece))
-        heapq.heapify(heap)
-        while heap:
-            _, number, order, piece = heapq.heappop(heap)
-            rate = self._rate(number, piece)
-            if rate <= 0:
-                continue
-            if heap and -rate > heap[0][0]:
-                heapq.heappush(heap, (-rate, number, order, piece))
-                continue
-            if self.num_tokens + self.cost(number, piece.first, piece.last) <= max_tokens:
-                self.add(number, piece.first, piece.last)
-                for pin in self.turns[number].pins:
-                    if piece.first <= pin.first and pin.last <= piece.last:
-                        self.say_fact(pin.fact)
-
-    def _rate(self, number: int, piece: Piece) -> float:
-        turn, chosen = self.turns[number], self.chosen[number]
-        gain, seen = 0.0, set()
-        for word in range(piece.first, piece.last):
-            term = turn.terms[word]
-            if term and word not in chosen and term not in self.said and term not in seen:
-                seen.add(term)
-                gain += turn.weights[word]
-        for pin in turn.pins:
-            if pin.first >= piece.last:
-                break
-            if piece.first <= pin.first and pin.last <= piece.last and not self.is_said(pin.fact):
-                gain += FACT_GAIN
-        if gain <= 0:
-            return 0.0
-        if chosen and any(word in chosen for word in range(piece.first, piece.last)):
-            gain += PIN_CONTEXT
-        rate: float = gain * piece.value / max(self.cost(number, piece.first, piece.last), 1) ** COST_EXPONENT
-        return rate
-
-    def _say(self, key: str) -> None:
-        if key not in self.said:
-            self.said.add(key)
-            self.new.add(key)
-
-    def turn_tokens(self) -> tuple[tuple[int, int], ...]:
-        """Message index and tokens of its chosen words, for every message with any."""
-        tokens: dict[int, int] = {}
-        for turn, chosen in zip(self.turns, self.chosen, strict=True):
-            if chosen:
-                tokens[turn.index] = tokens.get(turn.index, 0) + sum(turn.costs[word] for word in chosen)
-        return tuple(tokens.items())
-
-    def render(self) -> str:
-        """The chosen words as lines, one for each run of one speaker."""
-        lines: list[str] = []
-        speaker = ""
-        for turn, chosen in zip(self.turns, self.chosen, strict=True):
-            for first, last in word_runs(chosen, turn):
-                is_quote = turn.is_quoted(first) and turn.speaker != "tool" and not turn.speaker.endswith(" quotes")
-                label = f"{turn.speaker} quotes" if is_quote else turn.speaker
-                while last - first > 1 and turn.text[turn.words[last - 1].start : turn.words[last - 1].end] in TRAILING:
-                    last -= 1
-                text = protect(turn.text[turn.words[first].start : turn.words[last - 1].end])
-                if label == speaker:
-                    lines[-1] += GAP + text
-                else:
-                    lines.append(f"- {text}" if label == "assistant" else f"{label}: {text}")
-                    speaker = label
-        return "".join(line + "\n" for line in lines)
-
-
-def word_runs(chosen: Collection[int], turn: Turn) -> list[tuple[int, int]]:
-    """Chosen words as ranges; a range ends where quoted text begins or ends."""
-    runs: list[tuple[int, int]] = []
-    for word in sorted(chosen):
-        if runs and runs[-1][1] == word and (not turn.quoted or turn.is_quoted(word) == turn.is_quoted(word - 1)):
-            runs[-1] = (runs[-1][0], word + 1)
-        else:
-            runs.append((word, word + 1))
-    return runs
-
-
-def protect(text: str) -> str:
-    """``text`` with a backslash before what reads as a speaker, a citation label or a block's tag."""
-    return _FORGED.sub(lambda match: match.group() + "\\", escape(text))
-
-
 def summarise_segment(
-    turns: Sequence[Turn],
-    said: Collection[str],
-    ratio: float,
-    counter: TokenCounter,
-    summarizer: Summarizer | None = None,
+    turns: Sequence[Turn], said: Collection[str], min_rate: float, counter: TokenCounter
 ) -> SegmentSummary:
-    """The summary of a segment after what ``said`` has said already, of about ``ratio`` of its tokens.
+    """The extracts of a segment after what ``said`` has said already: facts, and what says ``min_rate`` per token.
 
-    Facts go before the ratio: with ``ratio`` 0 the summary is the bare ledger. A model's summary is checked against
-    the ledger and completed; where the model fails, or says too much, extracts take its place and ``degraded`` says so.
+    Facts go before the rate: where it is infinite, the summary is the bare ledger.
     """
-    allowance = int(ratio * sum(sum(turn.costs) + LABEL_TOKENS for turn in turns))
     extract = Extract(turns, set(said))
-    degraded: str | None = None
-    if summarizer is not None and any(turn.words for turn in turns):
-        outcome = _ask_model(turns, extract, allowance, counter, summarizer)
-        if isinstance(outcome, SegmentSummary):
-            return outcome
-        degraded = outcome
-    extract.pin_facts(primary_only=ratio < TIGHT_RATIO)
-    extract.fill(allowance)
+    extract.pin_facts(primary_only=min_rate > TIGHT_RATE)
+    extract.fill(min_rate=min_rate)
     text = extract.render()
     return SegmentSummary(
         text,
@@ -296,46 +123,61 @@ def summarise_segment(
             for turn, chosen in zip(turns, extract.chosen, strict=True)
             if chosen
         ),
-        degraded,
     )
+
+
+def rewrite_segment(
+    turns: Sequence[Turn],
+    said: Collection[str],
+    extracts: SegmentSummary,
+    min_rate: float,
+    counter: TokenCounter,
+    summarizer: Summarizer,
+) -> SegmentSummary:
+    """The model's words for a segment, in the place of its ``extracts`` and at most as long.
+
+    ``said`` is what the segments before it say in their final words. Facts that the model left out follow its summary
+    word for word. Where the model fails, or its summary with them is too long, the extracts stay and ``degraded`` says
+    so.
+    """
+    ledger = Extract(turns, set(said))
+    ledger.pin_facts(primary_only=min_rate > TIGHT_RATE)
+    max_tokens = max(extracts.num_tokens - ledger.num_tokens, int(MIN_MODEL_SHARE * extracts.num_tokens), 1)
+    try:
+        answer = summarizer.summarise(transcript(turns), max_tokens)
+    except Exception as error:
+        # Whatever the model does must cost only the model's share of the work.
+        return replace(extracts, degraded=f"summarizer failed ({type(error).__name__}): extracts instead")
+    answer = " ".join(answer.split()) if isinstance(answer, str) else ""
+    if not answer:
+        return replace(extracts, degraded="summarizer gave no text: extracts instead")
+    pinned = [
+        (number, pin)
+        for number, turn in enumerate(turns)
+        for pin in turn.pins
+        if not (min_rate > TIGHT_RATE and is_secondary(turn, pin.fact))
+    ]
+    lost = {fact.key for fact in missing_facts((pin.fact for _, pin in pinned), answer)}
+    stated = Extract(turns, set(said))
+    for number, pin in pinned:
+        if pin.fact.key in lost and not stated.is_said(pin.fact):
+            stated.add(number, pin.first, pin.last)
+        stated.say_fact(pin.fact)
+    facts = stated.render()
+    text = f"{SUMMARY_MARK}{protect(answer)}\n" + (f"{LEDGER_LABEL}\n{facts}" if facts else "")
+    num_tokens = counter.count_text(text)
+    if num_tokens > extracts.num_tokens:
+        note = f"summary and facts take {num_tokens} tokens, the limit is {extracts.num_tokens}: extracts instead"
+        return replace(extracts, degraded=note)
+    share = num_tokens // len({turn.index for turn in turns})
+    return SegmentSummary(text, num_tokens, frozenset(stated.new), tuple({t.index: share for t in turns}.items()))
 
 
 def transcript(turns: Sequence[Turn]) -> str:
-    """Whole turns as lines, what is only quoted marked as such."""
+    """Whole turns as lines with their speakers, what is only quoted marked as such."""
     extract = Extract(turns, set())
     extract.chosen = [set(range(len(turn.words))) for turn in turns]
-    return extract.render()
-
-
-def _ask_model(
-    turns: Sequence[Turn], extract: Extract, allowance: int, counter: TokenCounter, summarizer: Summarizer
-) -> SegmentSummary | str:
-    """The model's summary with the facts it left out, or why there is none."""
-    try:
-        answer = summarizer.summarise(transcript(turns), allowance)
-    except Exception as error:
-        # Whatever the model does must cost only the model's share of the work.
-        return f"summarizer failed ({type(error).__name__}): extracts instead"
-    answer = "\n".join(line.strip() for line in answer.splitlines() if line.strip()) if isinstance(answer, str) else ""
-    if not answer:
-        return "summarizer gave no text: extracts instead"
-    num_tokens = counter.count_text(answer)
-    if num_tokens > max(allowance, 1):
-        return f"summarizer gave {num_tokens} tokens, the limit is {allowance}: extracts instead"
-    facts = [pin.fact for turn in turns for pin in turn.pins if not extract.is_said(pin.fact)]
-    lost = {fact.key for fact in missing_facts(facts, answer)}
-    stated = Extract(turns, set(extract.said))
-    for number, turn in enumerate(turns):
-        for pin in turn.pins:
-            if pin.fact.key in lost and not stated.is_said(pin.fact):
-                stated.add(number, pin.first, pin.last)
-            stated.say_fact(pin.fact)
-    ledger = stated.render()
-    text = protect(answer) + "\n" + (LEDGER_LABEL.strip() + "\n" + ledger if ledger else "")
-    share = counter.count_text(text) // max(len(turns), 1)
-    return SegmentSummary(
-        text, counter.count_text(text), frozenset(stated.new), tuple({turn.index: share for turn in turns}.items())
-    )
+    return extract.render(USER_MARK)
 
 
 def said_by(summaries: Iterable[SegmentSummary]) -> set[str]:

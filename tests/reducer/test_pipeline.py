@@ -18,6 +18,7 @@ from factories_reducer import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reducer.blocks import RECORD_CLOSING, RECORD_OPENING
 from reducer.config import HistoryConfig, ReducerConfig, SelectionConfig
 from reducer.errors import BudgetExceededError, InvalidPromptError
 from reducer.pipeline import Reducer
@@ -25,7 +26,6 @@ from reducer.prompt import Budget, Caller, Passage, PromptParts
 from reducer.result import ReductionResult
 from reducer.stages import STAGES
 from reducer.template import GAP, escape
-from reducer.turns import RECORD_CLOSING, RECORD_OPENING
 
 SYSTEM = "You answer from the documents. If unsure answer UNKNOWN."
 FACTS = make_passages(
