@@ -20,8 +20,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     arguments = parser.parse_args()
 
-    import llmlingua
+    import tiktoken
     import torch
+    from transformers import AutoTokenizer
+
+    # The package counts with an encoding that it downloads; the model's own tokenizer counts what the model is sent.
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    setattr(tiktoken, "encoding_for_model", lambda name: tokenizer)  # noqa: B010
+    import llmlingua
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
