@@ -76,6 +76,27 @@ def test_reducing_a_result_again_changes_nothing_when_everything_fits(texts: lis
     assert kept_passages(again, second) == again.passages
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(3, 14))
+def test_reducing_a_result_again_at_default_settings_changes_nothing(rng: random.Random, num_texts: int) -> None:
+    """The default drops noise, so what is left must hold none by its own measure."""
+    config = ReducerConfig(min_prompt_tokens=0)
+    fillers = [
+        "Bread is free",
+        "The valve leaked",
+        "Trees grow",
+        "Unit QX-417-KD passed",
+        "The pressure test of a unit",
+    ]
+    texts = [" ".join(rng.choices(fillers, k=rng.randint(1, 4))) + f" at house {n}." for n in range(num_texts)]
+    parts = build(texts)
+    first = reduce_parts(parts, 10_000, config=config)
+    again = PromptParts(messages=parts.messages, passages=kept_passages(parts, first))
+    second = reduce_parts(again, 10_000, config=config)
+    assert kept_passages(again, second) == again.passages
+    assert second.prompt_tokens == first.prompt_tokens
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=7), st.integers(30, 200))
 def test_reducing_a_result_again_within_the_same_budget_keeps_every_word(texts: list[str], limit: int) -> None:
