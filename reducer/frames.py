@@ -38,19 +38,27 @@ _ENDING = re.compile(
     r"|конец (?:раздела|страницы|документа)|本[节節页頁文章段]+[完终終]|全文完|未完待续|이상|끝)[\W_]*",
     re.IGNORECASE,
 )
-_SITE = re.compile(
-    r"\s*[-–—|·:_]\s*[^\d]{0,40}(?:wiki|encyclop|enzyklop|enciclop|энциклоп|百科|mirror|news|portal|online|docs\b"
-    r"|documentation|blog|magazine|\.(?:com|org|net|cn|de))[^\d]{0,30}",
-    re.IGNORECASE,
+_SITE_WORDS = (
+    r"(?:the|a|free|open|online|offline|public|official|knowledge|news|blog|magazine|portal|mirror|site|website|docs"
+    r"|documentation|wiki|wikipedia|encyclop(?:a?edia|ædia)|die|freie|enzyklopädie|la|libre|enciclopedia|свободная"
+    r"|энциклопедия|википедия|维基百科|維基百科|百科|百度百科|自由的百科全书|ウィキペディア|위키백과"
+    r"|[\w-]+\.(?:com|org|net|edu|gov|cn|de|es|ru|jp|kr))"
 )
+"""What the name of a site is made of when it says nothing else; a name that is not known is part of the text."""
+_SITE = re.compile(rf"\s*[-–—|·_]\s*{_SITE_WORDS}(?:[\s,]+{_SITE_WORDS}){{0,5}}", re.IGNORECASE)
 _TAGLINE = re.compile(
-    r"(?:from|aus|de|из|来自|出自)\s*[^\d.]{0,40}(?:wiki|encyclop|enzyklop|enciclop|энциклоп|百科|mirror)[^\d.]{0,30}",
-    re.IGNORECASE,
+    rf"(?:from|aus|de|из|来自|出自)\s*{_SITE_WORDS}(?:[\s,，]*{_SITE_WORDS}){{0,6}}\.?", re.IGNORECASE
 )
 _RETRIEVED = re.compile(
-    r"(?:retrieved from [^.|]{0,60}[.|]?\s*)?(?:(?:hidden )?categor(?:y|ies):(?P<items>.*))?", re.IGNORECASE
+    rf"(?:retrieved from {_SITE_WORDS}(?: {_SITE_WORDS}){{0,3}}[.|]?\s*)?"
+    r"(?:(?:hidden )?categor(?:y|ies):(?P<items>.*))?",
+    re.IGNORECASE,
 )
-_HOUSEKEEPING = re.compile(r"[^\d]{0,30}\b(?:pages?|articles?|stubs?)\b[^\d]{0,40}", re.IGNORECASE)
+_HOUSEKEEPING = re.compile(
+    r"(?:all )?(?:stub |orphaned |wikipedia )?(?:pages?|articles?|stubs)"
+    r"(?: (?:with|lacking|needing|containing) [^\d|]{0,40}| from \w+ \d{4})?",
+    re.IGNORECASE,
+)
 _DISCLAIMER = re.compile(
     r"(?:this|the) (?:text|document|page|article|content|information)\b[^.]{0,60}\binformation(?:al purposes)? only"
     r"\b[^.\d]{0,80}\.?|免责声明[:：][^\d]{0,40}|[^\d]{0,12}仅供参考[^\d]{0,12}",

@@ -147,6 +147,7 @@ def test_no_chains() -> None:
     assert choose_survivors({0: {1}, 1: {2}, 2: {0}}) in ({1: 2, 2: 0}, {2: 0})
 
 
+@settings(deadline=None)
 @given(st.lists(st.sets(st.integers(0, 8)), min_size=9, max_size=9))
 def test_no_two_survivors_are_left_to_merge(others: list[set[int]]) -> None:
     # Larger numbers are larger texts, and some pairs state the same.
@@ -209,6 +210,7 @@ def test_empty_passages_are_not_merged() -> None:
 PARTS = ["The fee is 20 dollars.", "the fee is 20 dollars", "It opened in 1990.", "It opened in 1991.", "Home > Fees\n"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(PARTS), min_size=1, max_size=3), min_size=2, max_size=7), st.randoms())
 def test_order_of_the_request_does_not_choose_survivors(texts: list[list[str]], rng: random.Random) -> None:
     passages = list(make_passages(*("\n".join(parts) for parts in texts)))
@@ -217,6 +219,7 @@ def test_order_of_the_request_does_not_choose_survivors(texts: list[list[str]], 
     assert merges(*passages) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(PARTS), min_size=1, max_size=3), min_size=2, max_size=7))
 def test_merged_passages_point_at_survivors_and_sources_add_up(texts: list[list[str]]) -> None:
     passages = make_passages(*("\n".join(parts) for parts in texts))

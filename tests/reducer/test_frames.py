@@ -52,6 +52,12 @@ def test_frames_are_left_out(head: str, foot: str) -> None:
         "Home > Optic nerve > Draft of 2021",
         "Part 2",
         "Not approved",
+        "Optic nerve: not available online",
+        "Optic nerve - discontinued news",
+        "Optic nerve - Reuters",
+        "From Leeds",
+        "Categories: Articles | Cancelled projects",
+        "Retrieved from archive after deletion",
     ],
 )
 def test_lines_that_state_something_are_part_of_the_body(line: str) -> None:
