@@ -89,7 +89,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     fixed_count: int = 8
     """Sequences at once under the policy ``fixed_count``."""
     ageing_ms_per_token: float = 2.0
-    """Head start of short prompts: one with a token less to compute goes first unless it came so many ms later."""
+    """Patience of a prompt for each of its tokens, in ms: who has waited longest in terms of it goes first, so short
+    ones overtake long ones, and nobody starves. It is weighed against deadlines; 0 is in order of arrival."""
     priority_ageing_s: float = 10.0
     """Waiting so long lifts a sequence by one priority."""
     fair_tenants: bool = True

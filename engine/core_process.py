@@ -5,6 +5,7 @@ that nothing is left behind, when the process that started it is gone. On SIGTER
 computed to the end, what comes is refused, and then it leaves.
 """
 
+import gc
 import importlib
 import logging
 import multiprocessing
@@ -90,6 +91,9 @@ def run_engine_core(address: str, folder: str, config: bytes, factory: str, pare
             try:
                 make_engine = _import_factory(factory)
                 engine = make_engine(msgspec.msgpack.decode(config, type=EngineConfig))
+                # What loading has left lives as long as the process: the collector need not look at it again and again.
+                gc.collect()
+                gc.freeze()
                 core = EngineCore(engine, socket, StartJournal(Path(folder) / JOURNAL_NAME))
                 signal.signal(signal.SIGTERM, lambda *_: core.drain())
                 core.run()

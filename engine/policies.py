@@ -6,12 +6,18 @@ prefills and waiting sequences are offered the rest, and how much of it each one
 ``token_budget``  A step has a budget of tokens; prompts are cut into chunks that fill it. Candidates are ordered by
 
     1. preempted ones, which had a place already
-    2. priority, lifted by one for every ``priority_ageing_s`` of waiting
+    2. priority, lifted by one for every ``priority_ageing_s`` of waiting, at most to the highest there is
     3. tokens served to the tenant, fewest first
-    4. due time: arrival plus ``ageing_ms_per_token`` for every token of the prompt
+    4. pressure: time waited over the patience of the prompt, which is ``ageing_ms_per_token`` for every token of it,
+       or the time to its last useful start where a deadline makes that shorter
 
-  The due time lets a short prompt overtake a long one, but only for so long: with 2 ms per token a prompt of 6,000
-  tokens is overtaken by what comes in the 12 s after it, and by nothing later, so it cannot starve.
+  So a prompt that is ten times as long is expected to wait ten times as long, whatever the load is (highest response
+  ratio next): a short one overtakes a long one soon after it comes, also one that is running, while everybody's
+  pressure grows without end, so nobody starves. Patience 2 ms a token, a step a second, L has 6,000 tokens, S 100::
+
+    time   L waited / 12 s   S waited / 0.2 s
+       3        0.25             0              S comes
+       4        0.33             5              S is served, L goes on
 
 ``fixed_count``  The baseline that many start from: up to so many sequences at once, in order of arrival, whole prompts.
   A step is as long as its prompts are, and the streams of all others stand still meanwhile.
@@ -102,7 +108,7 @@ class TokenBudgetPolicy:
         return min(self._config.max_num_seqs, self._config.max_num_batched_tokens)
 
     def due_s(self, sequence: Sequence) -> float:
-        """Arrival, later for every token; a deadline makes it earlier where the prefill has to begin before."""
+        """When its patience ends: later for every token, but not after the last useful start before a deadline."""
         due_s = sequence.arrival_s + sequence.num_tokens * self._config.ageing_ms_per_token / 1e3
         if sequence.deadline_s is None:
             return due_s
@@ -116,21 +122,25 @@ class TokenBudgetPolicy:
     def order(
         self, prefills: SequenceOf[Sequence], waiting: SequenceOf[Sequence], accounts: TenantAccounts, now: float
     ) -> Iterable[Sequence]:
-        """By preemption, aged priority, tokens served, due time; equal ones stay in order."""
+        """By preemption, aged priority, tokens served, pressure; equal ones by due time, then as they queue."""
         candidates = [*prefills, *waiting]
         if len(candidates) < 2:
             return candidates
         config = self._config
+        highest = max(sequence.priority for sequence in candidates)
         served: Mapping[str, int] = (
             {sequence.tenant_id: accounts.served(sequence.tenant_id) for sequence in candidates}
             if config.fair_tenants
             else {}
         )
 
-        def rank(sequence: Sequence) -> tuple[bool, int, int, float]:
-            lift = int((now - sequence.arrival_s) / config.priority_ageing_s)
+        def rank(sequence: Sequence) -> tuple[bool, int, int, float, float]:
+            waited_s = now - sequence.arrival_s
+            patience_s = sequence.due_s - sequence.arrival_s
+            pressure = waited_s / patience_s if patience_s > 0 else 0.0
+            priority = min(sequence.priority + int(waited_s / config.priority_ageing_s), highest)
             is_preempted = sequence.num_preemptions > 0 and sequence.num_computed_tokens == 0
-            return not is_preempted, -sequence.priority - lift, served.get(sequence.tenant_id, 0), sequence.due_s
+            return not is_preempted, -priority, served.get(sequence.tenant_id, 0), -pressure, sequence.due_s
 
         return sorted(candidates, key=rank)
 

@@ -12,14 +12,8 @@
 5. A thousand requests that are cancelled at random, at every stage.
 """
 
-import gc
-import random
 import sys
-import time
-import tracemalloc
-from collections import Counter
 from pathlib import Path
-from statistics import median
 
 import click
 import msgspec
@@ -27,30 +21,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import AdmissionConfig, CacheConfig, EngineConfig, PolicyName, SchedulerConfig
+from engine.config import AdmissionConfig, PolicyName, SchedulerConfig
 from engine.cost_model import CostCoefficients
 from engine.kv_cache_manager import KVCacheManager
 from engine.lengths import length_bucket
-from engine.llm_engine import LLMEngine
 from engine.memory import free_memory_bytes
-from engine.outputs import GenerateRequest, ModelInfo
+from engine.outputs import ModelInfo
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
+from eval.benches.scheduling_control import measure_control_plane, measure_random_cancels
 from eval.benches.scheduling_model import Machine, measure_decode_step_s, measure_long_prefill
-from eval.benches.scheduling_records import (
-    ControlPlane,
-    MixedTrace,
-    PolicyResult,
-    PrefixTrace,
-    RandomCancels,
-    SchedulingReport,
-)
+from eval.benches.scheduling_records import MixedTrace, PolicyResult, PrefixTrace, SchedulingReport
 from eval.benches.trace_simulation import (
-    BLOCK_SIZE,
     FixedCostModel,
-    SimulatedRunner,
     Trace,
     make_cache_key,
     num_distinct_blocks,
@@ -71,8 +56,6 @@ MIXED_TRACE = "trace-azure-code.jsonl.gz"
 PREFIX_TRACES = ("trace-mooncake-conversation.jsonl.gz", "trace-agent-magagent.jsonl.gz")
 POLICIES: tuple[PolicyName, ...] = ("token_budget", "fixed_count", "length_bucket")
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp16": 2}
-SEQUENCE_COUNTS = (1, 16, 64, 100, 250, 500, 1000)
-NUM_CANCEL_ROUNDS = 4
 
 
 def measure_mixed_trace(
@@ -81,7 +64,10 @@ def measure_mixed_trace(
     """Half of the trace, every second request, under the three policies in simulated time."""
     requests = [request for request in trace.requests[::2] if request.input_tokens + 1 < info.max_model_len]
     cost_model = FixedCostModel(coefficients, SchedulerConfig().max_chunk_tokens)
-    busy_s = sum(cost_model.predict_s(request.input_tokens, 0) or 0.0 for request in requests)
+    busy_s = sum(
+        (cost_model.predict_s(request.input_tokens, 0) or 0.0) + request.output_tokens * coefficients.step_s
+        for request in requests
+    )
     scale = busy_s / utilisation / (requests[-1].t - requests[0].t)
     activation_bytes = activation_bytes_per_token(info)
     limit = free_memory_bytes()
@@ -198,154 +184,6 @@ def measure_prefix_trace(trace: Trace) -> PrefixTrace:
     )
 
 
-def measure_control_plane(model_step_s: float, *, num_steps: int = 60) -> ControlPlane:
-    """Median time of schedule and update per decode step, for growing numbers of streams."""
-    times = [_control_plane_step_s(count, num_steps) for count in SEQUENCE_COUNTS]
-    per_sequence = [seconds / count for seconds, count in zip(times, SEQUENCE_COUNTS, strict=True)]
-    at_64 = times[SEQUENCE_COUNTS.index(64)]
-    return ControlPlane(
-        num_sequences=list(SEQUENCE_COUNTS),
-        ms_per_step=[seconds * 1e3 for seconds in times],
-        us_per_sequence=[seconds * 1e6 for seconds in per_sequence],
-        linearity=per_sequence[-1] / per_sequence[SEQUENCE_COUNTS.index(100)],
-        model_step_ms_64=model_step_s * 1e3,
-        share_64=at_64 / (at_64 + model_step_s),
-    )
-
-
-def _control_plane_step_s(num_sequences: int, num_steps: int) -> float:
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_batched_tokens=64 * num_sequences, max_num_seqs=num_sequences, max_num_waiting=num_sequences
-        ),
-        KVCacheManager(num_blocks=16 * num_sequences, block_size=BLOCK_SIZE, cache_key=make_cache_key()),
-        max_model_len=16 * BLOCK_SIZE,
-        admission=AdmissionConfig(max_num_waiting_tokens=None),
-    )
-    for place in range(num_sequences):
-        scheduler.add(
-            Sequence(
-                request_id=str(place),
-                prompt_token_ids=[place] * 64,
-                sampling=SamplingParams(max_tokens=10 * BLOCK_SIZE, ignore_eos=True),
-                cache_salt="tenant",
-                arrival_s=0.0,
-            )
-        )
-    runner = SimulatedRunner()
-    times = []
-    for step in range(num_steps + 2):
-        start = time.perf_counter()
-        output = scheduler.schedule(0.0)
-        scheduled_s = time.perf_counter()
-        sampled = runner.execute(output)
-        sampled_s = time.perf_counter()
-        scheduler.update_from_output(output, sampled, 0.0)
-        if step >= 2:  # the first one is the prefill
-            times.append(time.perf_counter() - sampled_s + scheduled_s - start)
-    return median(times)
-
-
-class SmallIdRunner:
-    """Returns tokens that a tokenizer knows."""
-
-    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """The same printable tokens over and over."""
-        return ModelRunnerOutput(
-            sampled={
-                part.request_id: 300 + part.num_output_tokens % 50
-                for part in scheduler_output.scheduled
-                if part.needs_sample
-            }
-        )
-
-
-def measure_random_cancels(machine: Machine, num_requests: int, seed: int) -> RandomCancels:
-    """Requests with random cancels at every stage, in rounds; after each one nothing is unfinished."""
-    rng = random.Random(seed)
-    info = msgspec.structs.replace(machine.runner.info, num_blocks=1200)
-    engine = LLMEngine(
-        EngineConfig(cache=CacheConfig(), scheduler=SchedulerConfig(max_num_seqs=32, max_num_waiting=num_requests)),
-        info=info,
-        runner=SmallIdRunner(),
-        tokenizer=machine.chat.tokenizer,
-        cache_key=make_cache_key(),
-    )
-    ends: dict[str, str] = {}
-    stages: Counter[str] = Counter()
-    memory_kib = []
-    tracemalloc.start()
-    try:
-        for cancel_round in range(NUM_CANCEL_ROUNDS):
-            first = cancel_round * num_requests // NUM_CANCEL_ROUNDS
-            last = (cancel_round + 1) * num_requests // NUM_CANCEL_ROUNDS
-            _cancel_round(engine, rng, [f"c{place}" for place in range(first, last)], ends, stages)
-            gc.collect()
-            memory_kib.append((tracemalloc.get_traced_memory()[0] - sys.getsizeof(ends)) / 1024)
-    finally:
-        tracemalloc.stop()
-    engine.scheduler.check_integrity()
-    manager = engine.scheduler.kv_cache_manager
-    counts = Counter(ends.values())
-    num_used = manager.block_pool.num_blocks - manager.block_pool.num_free_blocks
-    num_unanswered = num_requests - len(ends)
-    return RandomCancels(
-        num_requests=num_requests,
-        num_completed=counts["length"] + counts["stop"],
-        num_cancelled=counts["abort"],
-        cancelled_by_stage=dict(sorted(stages.items())),
-        num_errors=counts["error"],
-        num_blocks_in_use_at_end=num_used,
-        num_unanswered=num_unanswered,
-        memory_kib_after_quarter=memory_kib[0],
-        memory_kib_at_end=memory_kib[-1],
-        all_in_order=not num_used and not num_unanswered and memory_kib[-1] <= 1.1 * memory_kib[0],
-    )
-
-
-def _cancel_round(
-    engine: LLMEngine, rng: random.Random, names: list[str], ends: dict[str, str], stages: Counter[str]
-) -> None:
-    waiting_names = list(names)
-    while waiting_names or engine.has_unfinished:
-        for _ in range(min(len(waiting_names), rng.randrange(4))):
-            engine.add_request(_random_request(rng, waiting_names.pop()))
-        if rng.random() < 0.15:
-            live = [*engine.scheduler.running, *engine.scheduler.waiting]
-            if live:
-                sequence = rng.choice(live)
-                stage = _stage(sequence)
-                output = engine.abort(sequence.request_id)
-                if output is None or output.finish_reason != "abort":
-                    raise EvalError(f"{sequence.request_id} was not cancelled")
-                stages[stage] += 1
-                ends[sequence.request_id] = "abort"
-        for output in engine.step():
-            if output.finish_reason is not None:
-                if output.request_id in ends:
-                    raise EvalError(f"{output.request_id} ended twice")
-                ends[output.request_id] = output.finish_reason
-
-
-def _random_request(rng: random.Random, request_id: str) -> GenerateRequest:
-    family = rng.randrange(8)
-    prompt = [family + 300] * rng.choice([0, 64, 256]) + [rng.randrange(300, 400) for _ in range(rng.randint(1, 1500))]
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=rng.randint(1, 200), temperature=0.0, ignore_eos=True),
-        cache_salt=f"tenant-{rng.randrange(3)}",
-    )
-
-
-def _stage(sequence: Sequence) -> str:
-    if sequence.first_scheduled_s is None:
-        return "waiting"
-    if sequence.num_preemptions and sequence.num_computed_tokens == 0:
-        return "preempted"
-    return "decoding" if sequence.is_decoding else "prefilling"
-
-
 def print_report(console: Console, report: SchedulingReport) -> None:
     """A table for every part."""
     table = Table(title="Scheduling", title_justify="left")
@@ -372,7 +210,8 @@ def print_report(console: Console, report: SchedulingReport) -> None:
         table.add_row("control plane of a step of 64", f"{control.share_64:.2%}", "≤ 5 %")
         table.add_row("cost per sequence, 1,000 over 100", f"{control.linearity:.2f}", "about 1")
     if (cancels := report.random_cancels) is not None:
-        figure = f"{cancels.num_completed} answered, {cancels.num_cancelled} cancelled, {cancels.num_blocks_in_use_at_end} blocks kept"
+        ends = f"{cancels.num_completed} answered, {cancels.num_cancelled} cancelled, {cancels.num_unanswered} lost"
+        figure = f"{ends}, {cancels.num_blocks_in_use_at_end} blocks kept"
         table.add_row(f"{cancels.num_requests:,} requests with random cancels", figure, "none lost, 0 blocks")
     console.print(table)
 
@@ -382,7 +221,7 @@ def print_report(console: Console, report: SchedulingReport) -> None:
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--prompt-tokens", type=click.IntRange(min=64), default=6000, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of the long prompt.")
-@click.option("--utilisation", type=click.FloatRange(min=0.05, max=2.0), default=0.7, show_default=True)
+@click.option("--utilisation", type=click.FloatRange(min=0.05, max=2.0), default=0.5, show_default=True)
 @click.option("--requests", "num_requests", type=click.IntRange(min=8), default=1000, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the model; all cores by default.")
 @click.option("--seed", type=int, default=0, show_default=True)

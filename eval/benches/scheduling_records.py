@@ -56,7 +56,7 @@ class MixedTrace(msgspec.Struct, frozen=True, kw_only=True):
     time_scale: float
     """Arrival times are those of the trace times this, so that the machine is busy but not overrun."""
     utilisation: float
-    """Time of all prefills, one by one, over the time of all arrivals."""
+    """Time of all requests, computed one by one, over the time of all arrivals; the trace comes in bursts."""
     activation_bytes_per_token: int
     activation_limit_bytes: int
     policies: list[PolicyResult]

@@ -44,13 +44,23 @@ def test_short_prompt_overtakes_a_long_one_that_is_already_running() -> None:
     assert order_of_first_tokens(scheduler, [long, short]) == ["short", "long"]
 
 
-def test_long_prompt_is_overtaken_only_for_so_long() -> None:
-    # 100 tokens are 10 s of head start: what comes later than that waits behind.
-    scheduler = make_scheduler(max_num_batched_tokens=8, ageing_ms_per_token=100)
-    shorts = [prompt(f"s{i:02}", 8, arrival_s=float(i)) for i in range(30)]
+def test_long_prompt_does_not_starve_though_short_ones_need_all_there_is() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_num_waiting=500, ageing_ms_per_token=100)
+    shorts = [prompt(f"s{i:03}", 8, arrival_s=float(i)) for i in range(250)]
     names = order_of_first_tokens(scheduler, [prompt("long", 100), *shorts])
-    assert "s09" in names[: names.index("long")]
-    assert names.index("long") < names.index("s22")
+    assert names[:5] == ["s000", "s001", "s002", "s003", "s004"]
+    assert names.index("long") < 200
+
+
+def test_who_waits_ten_times_as_long_may_have_ten_times_as_much_to_compute() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_num_seqs=1, ageing_ms_per_token=100)
+    running = prompt("running", 80)
+    names = order_of_first_tokens(
+        scheduler,
+        [running, prompt("long", 40, arrival_s=1.0), prompt("a", 4, arrival_s=9.0), prompt("b", 4, arrival_s=9.5)],
+    )
+    # At 10 s the long one has waited 9 s of 4, the short ones 1 s and 0.5 s of 0.4 each; at 11 s b is ahead as well.
+    assert names == ["running", "a", "b", "long"]
 
 
 def test_without_ageing_prompts_are_served_as_they_come() -> None:
