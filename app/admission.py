@@ -61,6 +61,10 @@ class Lease:
         self._account.reserved_tokens += num_prompt_tokens
         self._reserved = num_prompt_tokens
 
+    def charge(self, num_tokens: int) -> None:
+        """Charges tokens that the request used on its way to an answer, whatever becomes of it."""
+        self._controller.charge(self._account, num_tokens)
+
     def settle(self, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
         """Gives the reservation back and charges what was used. Further calls do nothing."""
         if self._is_settled:

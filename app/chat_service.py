@@ -4,6 +4,7 @@ compact    admit -> read -> reduce                                -> Compaction
 complete   admit -> read -> reduce -> reserve tokens -> generate  -> Generation, started
 """
 
+import asyncio
 from dataclasses import dataclass
 
 from app.admission import AdmissionController, Lease
@@ -20,6 +21,7 @@ from app.receipts import ReceiptStore, new_receipt_id
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import LimitSettings
+from app.summaries import BackendSummarizer
 from app.workers import WorkerPool
 from engine.errors import OutputTooLongError
 from reducer.prompt import PromptParts
@@ -88,13 +90,13 @@ class ChatService:
         self._refuse_long_outputs = refuse_long_outputs
 
     async def compact(self, arrival: Arrival) -> Compaction:
-        """Reduces a prompt and generates nothing. Charges a request, no tokens."""
+        """Reduces a prompt and generates no answer. Charges a request, and tokens only where the model summarises."""
         lease = self._admission.admit(arrival.principal)
         try:
             request = await self._read(arrival.body)
             if request.body.model is not None:
                 self._served_model.check(request.body.model)
-            return await self._reduce(arrival, request)
+            return await self._reduce(arrival, request, lease)
         finally:
             lease.settle()
 
@@ -108,7 +110,7 @@ class ChatService:
                     "Invalid 'model': the required field is missing.", param="model", code="invalid_value"
                 )
             self._served_model.check(request.body.model)
-            compaction = await self._reduce(arrival, request)
+            compaction = await self._reduce(arrival, request, lease)
             lease.reserve(compaction.result.prompt_tokens)
             generation = self._generate(arrival, compaction, lease)
             await generation.start()
@@ -123,7 +125,7 @@ class ChatService:
         run = self._workers.run_large if len(body) > LARGE_BODY_BYTES else self._workers.run
         return await run(read_completion, body)
 
-    async def _reduce(self, arrival: Arrival, request: CompletionRequest) -> Compaction:
+    async def _reduce(self, arrival: Arrival, request: CompletionRequest, lease: Lease) -> Compaction:
         principal, overrides = arrival.principal, request.overrides
         policy = self._compactor.choose_policy(request, principal)
         objective_ms = tightest_objective(
@@ -132,19 +134,43 @@ class ChatService:
         budget = self._compactor.input_budget(
             request, principal, policy.settings, self._objective.max_input_tokens(objective_ms)
         )
-        run = self._workers.run_large if is_large(len(arrival.body), request.parts) else self._workers.run
-        compaction = await run(
-            self._compactor.compact,
-            request,
-            principal,
-            policy.name,
-            budget,
-            new_receipt_id(),
-            bypass=arrival.bypass or bool(overrides.bypass),
-        )
+        receipt_id = new_receipt_id()
+        summarizer = self._make_summarizer(principal, policy.name, request, receipt_id)
+        # A thread that waits for the model must not be one that small requests need.
+        is_slow = summarizer is not None or is_large(len(arrival.body), request.parts)
+        try:
+            compaction = await (self._workers.run_large if is_slow else self._workers.run)(
+                self._compactor.compact,
+                request,
+                principal,
+                policy.name,
+                budget,
+                receipt_id,
+                bypass=arrival.bypass or bool(overrides.bypass),
+                summarizer=summarizer,
+            )
+        finally:
+            if summarizer is not None:
+                summarizer.close()
+                lease.charge(summarizer.num_tokens)
         self._receipts.put(compaction.receipt_id, principal, compaction.receipt)
         self._observer.on_compaction(arrival.request_id, compaction)
         return compaction
+
+    def _make_summarizer(
+        self, principal: Principal, policy: str, request: CompletionRequest, receipt_id: str
+    ) -> BackendSummarizer | None:
+        """Who summarises older turns, where the policy wants the model to and there are any."""
+        history = self._compactor.reducer_config(policy).history
+        if history.summarizer != "model" or len(request.parts.messages) <= history.num_recent_messages + 1:
+            return None
+        return BackendSummarizer(
+            self._backend,
+            asyncio.get_running_loop(),
+            request_id=receipt_id.replace("rcpt_", "sum_"),
+            cache_salt=principal.cache_salt,
+            time_limit_s=history.summarizer_timeout_s,
+        )
 
     def _generate(self, arrival: Arrival, compaction: Compaction, lease: Lease) -> Generation:
         request, result = compaction.request, compaction.result

@@ -12,6 +12,7 @@ from app.errors import ContextLengthError, InvalidRequestError
 from app.input_budget import BudgetLimits, InputBudget
 from app.receipts import encode_receipt
 from app.settings import PolicySettings, Settings
+from reducer.config import ReducerConfig
 from reducer.encoder import Encoder
 from reducer.errors import BudgetExceededError
 from reducer.history import read_conversation
@@ -20,7 +21,7 @@ from reducer.pipeline import Reducer
 from reducer.prompt import Budget, PromptParts
 from reducer.reranker import Reranker
 from reducer.result import ReductionResult
-from reducer.summary import SummaryCache
+from reducer.summary import Summarizer, SummaryCache
 
 
 class ChosenPolicy(NamedTuple):
@@ -106,6 +107,10 @@ class Compactor:
         self._prompt_encoder.count_prompt([{"role": "user", "content": "warm-up"}])
         assert self._prompt_encoder.max_token_bytes > 0, "a token has at least one byte"
 
+    def reducer_config(self, policy: str) -> ReducerConfig:
+        """How a policy reduces."""
+        return self._reducer_configs[policy]
+
     def choose_policy(self, request: CompletionRequest, principal: Principal) -> ChosenPolicy:
         """The request's policy, else the tenant's. Raises ``InvalidRequestError`` naming those that exist."""
         name = principal.tenant.policy if request.overrides.policy is None else request.overrides.policy
@@ -143,8 +148,12 @@ class Compactor:
         receipt_id: str,
         *,
         bypass: bool,
+        summarizer: Summarizer | None = None,
     ) -> Compaction:
-        """Reduces one request. Raises ``ContextLengthError`` where what must not be cut is over a limit."""
+        """Reduces one request; ``summarizer`` is asked where the policy says so.
+
+        Raises ``ContextLengthError`` where what must not be cut is over a limit.
+        """
         started = time.perf_counter()
         self._refuse_by_size(request.parts, budget)
         counter = RequestCounter(self._prompt_encoder, request.template_kwargs)
@@ -155,6 +164,7 @@ class Compactor:
             reranker=self._reranker,
             summary_cache=self._summary_cache,
             order_memory=self._order_memory,
+            summarizer=summarizer,
         )
 
         deadline_ms = request.overrides.reduce_deadline_ms

@@ -179,6 +179,8 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A longer history is compacted even when budget is free."""
     summarizer: Literal["extractive", "model"] = "extractive"
     """``extractive`` takes clauses of the turns word for word; ``model`` asks the served model and checks for facts."""
+    summarizer_timeout_s: float = 20.0
+    """Most seconds that all summaries of one request by the model may take; then extracts take their place."""
     tool_results: Literal["verbatim", "extract"] = "verbatim"
     """Old tool calls with their results stay whole or go whole; ``extract`` summarises them like other turns."""
     min_recall_score: float = 0.5
@@ -188,6 +190,7 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check_at_least("num_recent_messages", self.num_recent_messages, 0)
         _check_share("max_share", self.max_share)
         _check_at_least("max_tokens", self.max_tokens, 0)
+        _check_at_least("summarizer_timeout_s", self.summarizer_timeout_s, 0.0)
         _check_share("min_recall_score", self.min_recall_score)
 
 
