@@ -189,3 +189,14 @@ def test_thousands_of_windows_cost_no_more_than_their_length() -> None:
     text = " ".join(f"Entry {n} of the log says {n * 7919 % 9973}." for n in range(6000))
     windows = cut(text, 120, 60)
     assert len(stitched(*windows)) < len(windows)
+
+
+def test_reducing_a_stitched_result_again_changes_nothing() -> None:
+    windows = cut(ARTICLE[:300], 200, 100)[:2]
+    question = "Where was the first crane of the harbour built, and when was a second basin dug for coal ships?"
+    first = reduce_parts(make_parts(question, passages=windows), config=KEEP_ALL)
+    again = [Passage(id="w000", text=ARTICLE[:300], source="harbour")]
+    second = reduce_parts(make_parts(question, passages=again), config=KEEP_ALL)
+    assert ARTICLE[:300].strip() in str(first.messages[-1]["content"])
+    assert second.messages == first.messages
+    assert second.prompt_tokens == first.prompt_tokens
