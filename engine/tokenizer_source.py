@@ -1,7 +1,7 @@
 """Finds and builds what a tokenizer is made of: from GGUF metadata, from ``tokenizer.json``, or through transformers.
 
-Byte-level BPE vocabularies inside GGUF files are built directly with the ``tokenizers`` library, so a gateway starts
-without torch and in a fraction of a second. The oracle is transformers: ids equal those of
+Byte-level BPE vocabularies and Gemma's inside GGUF files are built directly with the ``tokenizers`` library: a gateway
+starts without torch and in seconds at most. The oracle is transformers: ids equal those of
 ``AutoTokenizer.from_pretrained(folder, gguf_file=...)`` on every text, including its choice to split ``smollm`` text
 like GPT-2. Other GGUF vocabularies (sentencepiece, unigram) and folders without ``tokenizer.json`` go through
 transformers itself, imported only then.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from engine.errors import ModelError
@@ -65,6 +65,7 @@ BYTE_LEVEL_SPLITS: dict[str, str | None] = {
 """How each ``tokenizer.ggml.pre`` cuts text before merging; ``None`` is the GPT-2 pattern of ``ByteLevel``."""
 
 _PRE_WITH_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
+_GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -120,6 +121,8 @@ def _from_gguf(path: Path) -> TokenizerSource:
     is_byte_level = metadata.get("tokenizer.ggml.model") == "gpt2"
     if is_byte_level and pre in BYTE_LEVEL_SPLITS and "tokenizer.ggml.merges" in metadata:
         backend = _byte_level_backend(metadata, tokens, BYTE_LEVEL_SPLITS[pre], path)
+    elif metadata.get("general.architecture") in _GEMMA and metadata.get("tokenizer.ggml.model") == "llama":
+        backend = _gemma_backend(metadata, tokens, path)
     else:
         backend = _backend_from_transformers(path.parent, path.name)
 
@@ -174,6 +177,41 @@ def _byte_level_backend(metadata: dict[str, Any], tokens: list[str], split: str 
         )
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(added)
+    return backend
+
+
+def _gemma_backend(metadata: dict[str, Any], tokens: list[str], path: Path) -> BackendTokenizer:
+    """Sentencepiece with byte fallback over a vocabulary that lists no merges: they follow from the order of tokens.
+
+    A token can be joined from any two parts that are tokens as well; of two tokens the earlier one is joined first.
+    """
+    # runs of spaces are written as such, and looked up with the mark that stands for a space everywhere else
+    spelled = ["▁" * len(token) if " " in token and not token.strip() else token for token in tokens]
+    vocab = {token: token_id for token_id, token in enumerate(spelled)}
+    merges = [
+        (token[:cut], token[cut:])
+        for token in sorted(vocab, key=lambda token: vocab[token])
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    unk_token = spelled[unknown] if isinstance(unknown, int) and 0 <= unknown < len(spelled) else "<unk>"
+    try:
+        backend = BackendTokenizer(models.BPE(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} holds an inconsistent vocabulary: {error}") from error
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    token_types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    named_ids = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _NAMED_TOKENS.values()}
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=token_type == _CONTROL or token_id in named_ids)
+            for token_id, (token, token_type) in enumerate(zip(tokens, token_types, strict=True))
+            if token in vocab and (token_type in (_CONTROL, _USER_DEFINED) or token_id in named_ids)
+        ]
+    )
     return backend
 
 

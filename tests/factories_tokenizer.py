@@ -93,6 +93,45 @@ def write_gguf_tokenizer(
     return path
 
 
+def write_gemma_gguf(path: Path) -> Path:
+    """A GGUF file with a small vocabulary as of Gemma 3: no merges, runs of spaces, byte fallback."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    tokens = [*special, "[multimodal]", "\n", "\n\n", "\n\n\n", "  ", "   ", "    "]
+    tokens += [*(f"<0x{byte:02X}>" for byte in range(256)), "er", "the", "▁the", "in", "ing", "▁quick", "th", "qu"]
+    tokens += [
+        "▁t",
+        "▁th",
+        "▁q",
+        "▁qu",
+        "ick",
+        "ck",
+        "▁quic",
+        "▁▁▁▁▁",
+        "<end_of_turn>",
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz",
+    ]
+    control = {*special, "<end_of_turn>"}
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(1)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * len(tokens))
+    kinds = dict.fromkeys(control, gguf.TokenType.CONTROL) | {"[multimodal]": gguf.TokenType.USER_DEFINED}
+    writer.add_token_types([kinds.get(token, gguf.TokenType.NORMAL) for token in tokens])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def write_byte_level_folder(path: Path, *, config: dict[str, Any] | None = None, **files: Any) -> Path:
     """A Hugging Face folder with byte-level BPE; ``files`` are further JSON files by stem."""
     vocab, merges = _trained()
