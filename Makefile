@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-dedup bench-scheduling clean
+.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-dedup bench-scheduling bench-kernels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -62,6 +62,11 @@ bench-dedup: setup ## copies removed, near copies kept, evidence kept on sets wi
 
 bench-scheduling: setup ## gaps, policies, prefix reuse, control plane, cancels; half an hour
 	$(BIN)/python -m eval.benches.bench_scheduling $(DATA) --output eval/results/scheduling.json
+
+PEERS ?= $(VENV)/peers
+bench-kernels: setup ## native kernels against the ceiling, transformers and OpenVINO; ten minutes
+	eval/benches/peers/make_openvino.sh $(PEERS)/openvino
+	$(BIN)/python -m eval.benches.bench_kernels --openvino $(PEERS)/openvino --output eval/results/kernels.json
 
 clean: ## remove the virtual environment and the caches of the tools
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -113,6 +113,37 @@ def make_manifest(
     )
 
 
+class MachineManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a result needs that used no data file: a bench of kernels or of the engine alone."""
+
+    date: str
+    """UTC, ISO 8601."""
+    command: list[str]
+    commit: str | None
+    has_local_changes: bool | None
+    settings: dict[str, Any]
+    seed: int
+    device: Device
+    python: str
+    versions: dict[str, str]
+
+
+def make_machine_manifest(*, settings: Mapping[str, Any], seed: int) -> MachineManifest:
+    """Collects the manifest of a run without data; the command is this process's command line."""
+    commit, has_local_changes = _commit()
+    return MachineManifest(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=_without_folders(sys.argv),
+        commit=commit,
+        has_local_changes=has_local_changes,
+        settings=dict(settings),
+        seed=seed,
+        device=_device(),
+        python=platform.python_version(),
+        versions=_versions(),
+    )
+
+
 def _without_folders(command: Sequence[str]) -> list[str]:
     """``--data=/a/b.jsonl`` becomes ``--data=b.jsonl``; URLs and relative names without folders stay."""
     shortened = []

@@ -1,0 +1,200 @@
+"""Engines that the kernel bench compares: ours in several settings, transformers, OpenVINO GenAI.
+
+Each computes random ids of the same model file with the same number of threads. ``OpenVinoEngine`` runs in its own
+virtual environment, which ``peers/make_openvino.sh`` makes, and is asked over a pipe, so that it can take its turn
+among the others. Times are by the clock on the wall, or of the processor where one thread works.
+"""
+
+import contextlib
+import json
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, QuantizationName
+from engine.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
+from engine.scheduler_output import ScheduledSequence, SchedulerOutput
+from eval.errors import EvalError
+from kernels.native.library import NativeKernels, using_kernels
+
+Clock = Literal["wall", "processor"]
+CLOCKS: dict[Clock, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+
+_BLOCK_SIZE = 16
+_PEER = Path(__file__).parent / "peers" / "openvino_prefill.py"
+
+
+class PrefillEngine(Protocol):
+    """One engine with its model loaded."""
+
+    name: str
+
+    def prefill(self, token_ids: Sequence[int]) -> float:
+        """Seconds from the ids of one prompt to its first token."""
+        ...
+
+    def decode(self, batch_size: int, context_len: int, num_tokens: int) -> float | None:
+        """Seconds for so many further tokens of each of several sequences; ``None`` if it cannot be asked for that."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+class OwnEngine:
+    """Our model runner: one step per prompt, or steps of ``chunk_size`` tokens as the scheduler makes them."""
+
+    def __init__(
+        self,
+        name: str,
+        model_path: Path,
+        *,
+        kernels: NativeKernels | None,
+        num_threads: int,
+        max_model_len: int,
+        clock: Clock = "wall",
+        quantization: QuantizationName = "none",
+        chunk_size: int | None = None,
+    ) -> None:
+        self.name = name
+        self._now = CLOCKS[clock]
+        self._kernels = kernels
+        self._chunk_size = chunk_size
+        config = EngineConfig(
+            model=ModelConfig(dtype="bf16", quantization=quantization),
+            cache=CacheConfig(num_blocks=-(-max_model_len // _BLOCK_SIZE) * 2, block_size=_BLOCK_SIZE),
+            num_threads=num_threads,
+        )
+        with using_kernels(kernels):
+            self._runner = ModelRunner(config, model_path)
+
+    def prefill(self, token_ids: Sequence[int]) -> float:
+        """See ``PrefillEngine``."""
+        started = self._now()
+        chunk_size = self._chunk_size or len(token_ids)
+        for start in range(0, len(token_ids), chunk_size):
+            self._step([_sequence(0, token_ids[start : start + chunk_size], start, len(token_ids))])
+        return self._now() - started
+
+    def decode(self, batch_size: int, context_len: int, num_tokens: int) -> float | None:
+        """See ``PrefillEngine``."""
+        total = context_len + num_tokens + 1
+        for index in range(batch_size):
+            self._step([_sequence(index, range(100, 100 + context_len), 0, total)])
+        started = self._now()
+        for step in range(num_tokens):
+            self._step([_sequence(index, [100 + step], context_len + step, total) for index in range(batch_size)])
+        return self._now() - started
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def _step(self, scheduled: list[ScheduledSequence]) -> None:
+        with using_kernels(self._kernels):
+            result = self._runner.execute(SchedulerOutput(scheduled=scheduled))
+        if result.failed:
+            raise EvalError(f"{self.name} failed: {result.failed}")
+
+
+def _sequence(index: int, token_ids: Sequence[int], start: int, total: int) -> ScheduledSequence:
+    num_blocks = -(-total // _BLOCK_SIZE)
+    return ScheduledSequence(
+        request_id=str(index),
+        token_ids=list(token_ids),
+        start=start,
+        block_ids=list(range(index * num_blocks, (index + 1) * num_blocks)),
+        sampling=SamplingParams(temperature=0.0),
+        needs_sample=start + len(token_ids) >= total - 1 or len(token_ids) == 1,
+        num_output_tokens=0,
+    )
+
+
+class TransformersEngine:
+    """transformers in bf16 with SDPA: the model file de-quantized once, logits of the last position only."""
+
+    name = "transformers bf16 sdpa"
+
+    def __init__(self, model_path: Path, *, clock: Clock = "wall") -> None:
+        self._now = CLOCKS[clock]
+        from transformers import AutoModelForCausalLM
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                model_path.parent, gguf_file=model_path.name, dtype=torch.bfloat16, attn_implementation="sdpa"
+            ).eval()
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Sequence[int]) -> float:
+        """See ``PrefillEngine``."""
+        ids = torch.tensor([list(token_ids)])
+        started = self._now()
+        int(self._model(ids, logits_to_keep=1, use_cache=True).logits[0, -1].argmax())
+        return self._now() - started
+
+    @torch.inference_mode()
+    def decode(self, batch_size: int, context_len: int, num_tokens: int) -> float | None:
+        """See ``PrefillEngine``."""
+        ids = torch.arange(100, 100 + context_len).repeat(batch_size, 1)
+        output = self._model(ids, logits_to_keep=1, use_cache=True)
+        started = self._now()
+        for _ in range(num_tokens):
+            ids = output.logits[:, -1:].argmax(dim=-1)
+            output = self._model(ids, past_key_values=output.past_key_values, logits_to_keep=1, use_cache=True)
+        return self._now() - started
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class OpenVinoEngine:
+    """OpenVINO GenAI on the same file: its own 4-bit weights and 8-bit activations, bf16 elsewhere."""
+
+    name = "openvino genai"
+
+    def __init__(self, environment: Path, model_path: Path, *, num_threads: int, clock: Clock = "wall") -> None:
+        self._clock = clock
+        python = environment / "bin" / "python"
+        if not python.is_file():
+            raise EvalError(f"there is no {python.name} in {environment.name}; make it with peers/make_openvino.sh")
+        command = [str(python), str(_PEER), str(model_path), "--threads", str(num_threads)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.version = str(self._answer()["version"])
+
+    def prefill(self, token_ids: Sequence[int]) -> float:
+        """See ``PrefillEngine``; it draws as many ids itself."""
+        return self._ask(len(token_ids), 1)
+
+    def decode(self, batch_size: int, context_len: int, num_tokens: int) -> float | None:
+        """See ``PrefillEngine``: what further tokens take on top of the first."""
+        if batch_size != 1:
+            return None
+        return self._ask(context_len, num_tokens + 1) - self._ask(context_len, 1)
+
+    def close(self) -> None:
+        """End the process."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def _ask(self, num_tokens: int, num_new: int) -> float:
+        assert self._process.stdin is not None, "the process was started with a pipe"
+        self._process.stdin.write(f"{num_tokens} {num_new}\n")
+        self._process.stdin.flush()
+        return float(self._answer()[self._clock])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None, "the process was started with a pipe"
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise EvalError(f"OpenVINO ended with status {self._process.wait()}")
