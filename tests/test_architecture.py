@@ -21,18 +21,26 @@ ALLOWED = {
 EXCEPTIONS = {("app/cli.py", "eval")}
 
 CONTROL_PLANE = (
+    "admission",
     "block_hash",
     "block_pool",
     "config",
     "cost_model",
     "errors",
+    "fairness",
+    "isolation",
     "kv_cache_manager",
+    "lengths",
     "outputs",
+    "policies",
     "sampling_params",
     "scheduler",
     "scheduler_output",
+    "second_tier",
     "sequence",
+    "start_journal",
     "stats",
+    "step_executor",
 )
 WITHOUT_TORCH = (
     *(f"engine.{name}" for name in CONTROL_PLANE),

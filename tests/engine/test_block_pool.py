@@ -239,3 +239,45 @@ def test_integrity_check_finds_a_child_without_its_parent() -> None:
     pool.cache_full_block(block, chain[1])
     with pytest.raises(AssertionError, match="its parent was evicted before it"):
         pool.check_integrity()
+
+
+def test_blocks_that_were_hit_outlive_a_flood_of_new_ones() -> None:
+    pool = BlockPool(8)
+    old, new = hashes(1, 2), [hashed for start in (3, 4, 5, 6, 7, 8) for hashed in hashes(start)]
+    blocks = pool.get_new_blocks(2)
+    for block, hashed in zip(blocks, old, strict=True):
+        pool.cache_full_block(block, hashed)
+    pool.free_blocks(reversed(blocks))
+    pool.touch(blocks)
+    pool.free_blocks(reversed(blocks))
+    for hashed in new * 2:
+        (block,) = pool.get_new_blocks(1)
+        pool.cache_full_block(block, hashed)
+        pool.free_blocks([block])
+    assert [pool.get_cached_block(hashed) for hashed in old] == blocks
+    pool.check_integrity()
+
+
+def test_room_for_blocks_that_were_hit_is_bounded_and_taken_in_the_end() -> None:
+    pool = BlockPool(8)
+    for start in range(1, 9):
+        (block,) = pool.get_new_blocks(1)
+        pool.cache_full_block(block, hashes(start)[0])
+        pool.touch([block])
+        pool.free_blocks([block, block])
+        pool.check_integrity()
+    assert len(pool._protected) == 2
+    assert len({block.block_id for block in pool.get_new_blocks(8)}) == 8
+    assert pool.num_cached_blocks == 0
+    pool.check_integrity()
+
+
+def test_evicted_content_is_told() -> None:
+    told = []
+    pool = BlockPool(1, on_evict=lambda block_id, hashed: told.append((block_id, hashed)))
+    (block,) = pool.get_new_blocks(1)
+    (content,) = hashes(1)
+    pool.cache_full_block(block, content)
+    pool.free_blocks([block])
+    pool.get_new_blocks(1)
+    assert told == [(0, content)]

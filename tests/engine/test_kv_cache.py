@@ -6,6 +6,7 @@ import pytest
 import torch
 from factories_model import make_llama, save_llama
 
+from engine import kv_cache as module
 from engine.config import CacheConfig
 from engine.cpu_runtime import keep_freed_memory, lazy_zeros
 from engine.errors import ModelError
@@ -32,6 +33,18 @@ def test_configured_number_of_blocks_comes_first(spec: ModelSpec) -> None:
     assert num_kv_blocks(spec, CacheConfig(memory_gib=0.25, num_blocks=7), torch.float32) == 7
 
 
+def test_without_a_size_it_is_a_share_of_free_memory_but_not_more_than_can_be_of_use(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "free_memory_bytes", lambda device: 10 << 20)
+    block_bytes = kv_block_bytes(spec, 16, torch.float32)
+    cache = CacheConfig(free_memory_share=0.5)
+    assert num_kv_blocks(spec, cache, torch.float32) == (5 << 20) // block_bytes
+    assert num_kv_blocks(spec, cache, torch.float32, max_num_tokens=100) == 7
+    with pytest.raises(ModelError, match=r"free_memory_share 0\.001 of 10485760 free bytes holds no KV block"):
+        num_kv_blocks(spec, CacheConfig(free_memory_share=0.001), torch.float32)
+
+
 def test_memory_without_room_for_a_block_is_refused(spec: ModelSpec) -> None:
     with pytest.raises(ModelError, match=r"memory_gib 1e-06 holds no KV block of 16 tokens \(32768 bytes\)"):
         num_kv_blocks(spec, CacheConfig(memory_gib=1e-6), torch.float32)
@@ -51,7 +64,7 @@ def test_clearing_non_finite_values_touches_nothing_else(spec: ModelSpec) -> Non
         layer[0, 1, 2] = float("nan")
         layer[1, 1, 3] = float("inf")
         layer[1, 2, 0] = float("nan")
-    cache.clear_non_finite([0, 1])
+    assert cache.clear_non_finite([0, 1]) == [1]
     for layer in cache.layers:
         expected = torch.ones_like(layer)
         expected[0, 1, 2] = 0.0

@@ -219,3 +219,71 @@ def test_integrity_check_finds_a_block_in_two_tables() -> None:
     manager._tables["b"].block_ids[0] = 0
     with pytest.raises(AssertionError, match="holds another prefix"):
         manager.check_integrity([first, second])
+
+
+def test_dropped_block_takes_all_that_follows_it_along() -> None:
+    manager = make_kv_cache_manager()
+    first = make_sequence([*range(12), 1], request_id="a")
+    assert compute(manager, first) == [0, 1, 2, 3]
+    manager.free(first)
+    assert manager.drop_blocks([1]) == set()
+    assert manager.block_pool.num_cached_blocks == 1
+    manager.check_integrity([])
+    assert manager.get_computed_blocks(make_sequence(13, request_id="b")).num_tokens == 4
+
+
+def test_dropping_names_the_sequences_that_hold_the_block() -> None:
+    manager = make_kv_cache_manager()
+    first = make_sequence([*range(8), 50], request_id="a")
+    second = make_sequence([*range(8), 60], request_id="b")
+    other = make_sequence(range(100, 109), request_id="c")
+    for sequence in (first, second, other):
+        compute(manager, sequence)
+    assert manager.drop_blocks([1]) == {"a", "b"}
+    manager.check_integrity([first, second, other])
+
+
+def test_sequence_without_its_dropped_parent_caches_nothing_more() -> None:
+    manager = make_kv_cache_manager()
+    first = make_sequence(24, request_id="a")
+    compute(manager, first, 8)
+    # A copy of the first block that another sequence computed for itself turns out to be wrong.
+    twin = make_sequence([*range(4), 90], request_id="twin")
+    manager.allocate_slots(twin, 4)
+    twin.num_computed_tokens = 4
+    manager.cache_blocks(twin)
+    assert manager.drop_blocks(manager.block_ids("twin")) == {"twin"}
+    compute(manager, first, 8)
+    assert manager.block_pool.num_cached_blocks == 0
+    manager.check_integrity([first, twin])
+
+
+def test_salt_returns_behind_a_public_prefix() -> None:
+    manager = make_kv_cache_manager(public_prefixes=[list(range(8)), list(range(50, 60))])
+    prompts = {"a": [*range(8), *range(20, 28), 1], "b": [*range(8), *range(20, 28), 1]}
+    chains = {}
+    for salt, prompt in prompts.items():
+        sequence = make_sequence(prompt, request_id=salt, cache_salt=salt)
+        compute(manager, sequence)
+        chains[salt] = [hashed.hash for hashed in sequence.hashed_blocks]
+    assert chains["a"][:2] == chains["b"][:2]
+    assert set(chains["a"][2:]).isdisjoint(chains["b"][2:])
+
+
+def test_promises_end_with_the_blocks_or_with_the_sequence() -> None:
+    manager = make_kv_cache_manager()
+    first = make_sequence(17, request_id="a")
+    second = make_sequence(17, request_id="b")
+    assert not manager.is_promised(second, manager.get_computed_blocks(second))
+    compute(manager, first, 4)
+    assert manager.is_promised(second, manager.get_computed_blocks(second))
+    compute(manager, first, 12)
+    computed = manager.get_computed_blocks(second)
+    assert computed.num_tokens == 16
+    assert not manager.is_promised(second, computed)
+    third = make_sequence(range(50, 67), request_id="c")
+    compute(manager, third, 4)
+    manager.free(third)
+    again = make_sequence(range(50, 67), request_id="d")
+    assert not manager.is_promised(again, manager.get_computed_blocks(again))
+    manager.check_integrity([first])

@@ -353,3 +353,40 @@ def test_engine_and_control_plane_import_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import engine.llm_engine"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_output_says_that_max_tokens_was_reduced() -> None:
+    engine = make_engine(max_model_len=20)
+    outputs = generate(engine, make_request(15, request_id="a", max_tokens=50, ignore_eos=True))["a"]
+    assert [output.max_tokens for output in outputs] == [5] * 5
+    assert outputs[-1].finish_reason == "length"
+    fitting = generate(engine, make_request(range(50, 60), request_id="b", max_tokens=5))["b"]
+    assert fitting[0].max_tokens is None
+
+
+def test_request_that_missed_its_deadline_in_the_queue_has_one_last_output() -> None:
+    clock = FakeClock()
+    engine = make_engine(max_num_seqs=1, clock=clock)
+    engine.add_request(make_request(4, request_id="first", max_tokens=4, ignore_eos=True))
+    engine.add_request(make_request(range(50, 54), request_id="late", deadline_ms=500.0))
+    engine.step()
+    clock.now = 1.0
+    outputs = [output for output in engine.step() if output.request_id == "late"]
+    assert [(output.finish_reason, output.error) for output in outputs] == [
+        ("error", "the deadline of 500 ms passed in the queue")
+    ]
+    assert outputs[0].timings is not None
+    assert outputs[0].timings.queue_ms == 1000
+    assert len(run_to_end(engine)["first"]) == 2
+
+
+def test_begun_requests_are_told_once_and_before_their_first_step() -> None:
+    runner = FakeModelRunner(64, 4)
+    engine = make_engine(runner, max_num_batched_tokens=8, max_num_seqs=1)
+    told: list[tuple[int, list[str]]] = []
+    engine.on_started = lambda request_ids: told.append((len(runner.steps), request_ids))
+    engine.add_request(make_request(20, request_id="a", max_tokens=2, ignore_eos=True))
+    engine.add_request(make_request(range(50, 54), request_id="b", max_tokens=1))
+    run_to_end(engine)
+    assert told == [(0, ["a"]), (4, ["b"])]
+    assert engine._started == set()

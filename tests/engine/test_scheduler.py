@@ -473,3 +473,39 @@ def test_tokens_do_not_depend_on_chunks_cache_batch_or_preemption(
         assert sequence.output_token_ids == fake_generate(sequence.prompt_token_ids, 11)
     if num_blocks == 10:
         assert scheduler.num_preemptions > 0
+
+
+def test_blocks_that_are_not_finite_are_not_found_and_who_shares_them_computes_again() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    runner = make_runner(scheduler)
+    bad = make_sequence(20, request_id="bad")
+    sharer = make_sequence([*range(8), 90, 91, 92, 93, 94], request_id="sharer", ignore_eos=True)
+    add(scheduler, bad, sharer)
+    run_step(scheduler, runner)
+    run_step(scheduler, runner)
+    runner.failing_request_ids = {"bad"}
+    runner.poisoned_block_ids = [0]
+    runner.dirty_after_step = [0]
+    run_step(scheduler, runner)
+    assert (bad.finish_reason, sharer.num_preemptions) == ("error", 1)
+    assert scheduler.kv_cache_manager.get_computed_blocks(make_sequence(20, request_id="p")).num_tokens == 0
+    run_to_end(scheduler, runner)
+    assert sharer.output_token_ids == fake_generate(sharer.prompt_token_ids, 8)
+
+
+def test_sequence_whose_transfer_failed_is_computed_again() -> None:
+    scheduler = make_scheduler(num_blocks=8, num_second_tier_blocks=32)
+    runner = make_runner(scheduler)
+    for name, prompt in (("first", range(17)), ("flood", range(100, 130))):
+        add(scheduler, make_sequence(prompt, request_id=name, max_tokens=1))
+        run_to_end(scheduler, runner)
+    again = make_sequence(range(17), request_id="again", max_tokens=2, ignore_eos=True)
+    add(scheduler, again)
+    scheduler_output = scheduler.schedule(0.0)
+    assert len(scheduler_output.kv_loads) == 4
+    rest = scheduler.recompute_after_failed_transfers(scheduler_output)
+    assert rest.scheduled == []
+    scheduler.update_from_output(rest, ModelRunnerOutput(sampled={}), 0.0)
+    scheduler.check_integrity()
+    run_to_end(scheduler, runner)
+    assert again.output_token_ids == fake_generate(range(17), 2)

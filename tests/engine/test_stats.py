@@ -3,6 +3,7 @@
 import pytest
 from factories_engine import FakeModelRunner, make_scheduler, make_sequence, run_step
 
+from engine.cost_model import CostCoefficients
 from engine.outputs import RequestTimings
 from engine.stats import EngineCounters, request_timings
 
@@ -73,3 +74,31 @@ def test_snapshot_shows_queues_and_blocks_of_the_moment() -> None:
     assert stats.kv_cache_usage == 0.25
     scheduler.abort("a", now=0.0)
     assert EngineCounters().snapshot(scheduler).kv_cache_usage == 0
+
+
+def test_requests_are_counted_in_the_bucket_of_their_length() -> None:
+    counters = EngineCounters()
+    for num_tokens, queue_s in ((511, 0.02), (512, 0.3), (2047, 0.3), (8192, 100.0)):
+        sequence = make_sequence(num_tokens, request_id=str(num_tokens))
+        sequence.first_scheduled_s = queue_s
+        sequence.append_token(1, now=queue_s + 0.05)
+        counters.add_token(sequence)
+    stats = counters.snapshot(make_scheduler()).by_length
+    assert {name: bucket.num_requests for name, bucket in stats.items()} == {
+        "short": 1,
+        "medium": 2,
+        "long": 0,
+        "very_long": 1,
+    }
+    assert stats["medium"].input_tokens == 512 + 2047
+    queue = stats["medium"].queue
+    assert queue.counts[queue.upper_ms.index(500.0)] == 2
+    assert stats["very_long"].queue.counts[-1] == 1
+    assert stats["medium"].compute.sum_ms == pytest.approx(100)
+    assert len(queue.counts) == len(queue.upper_ms) + 1
+
+
+def test_stats_carry_the_fitted_costs() -> None:
+    coefficients = CostCoefficients(0.1, 0.2, 0.3)
+    assert EngineCounters().snapshot(make_scheduler(), coefficients).cost_coefficients == (0.1, 0.2, 0.3)
+    assert EngineCounters().snapshot(make_scheduler()).cost_coefficients is None
