@@ -108,8 +108,10 @@ def nested_keys(fact: Fact) -> list[str]:
     ]
 
 
-def find_facts(text: str, role: str, quoted: Sequence[Span] = ()) -> list[Fact]:
+def find_facts(text: str, role: str, quoted: Sequence[Span] = (), *, is_extract: bool = False) -> list[Fact]:
     """Facts of one message, by where they start; a fact inside another one is left out.
+
+    A line of an earlier record (``is_extract``) begins and goes on anywhere in a sentence: its capitals are names.
 
     Only the user's own words forbid or instruct: inside ``quoted`` spans, and in other roles, such sentences are text
     like any other.
@@ -134,7 +136,7 @@ def find_facts(text: str, role: str, quoted: Sequence[Span] = ()) -> list[Fact]:
     for start, end in _matching_sentences(text, DECIDES):
         add("decision", start, end)
     present = _present(text)
-    names = list(_names(text))
+    names = list(_names(text, is_extract=is_extract))
     for start, end in names:
         if any(char.isdigit() for char in text[start:end]):
             add("address", start, end)  # 28-30 Bute Gardens
@@ -224,15 +226,17 @@ def _matching_sentences(text: str, pattern: re.Pattern[str]) -> list[tuple[int, 
     return found
 
 
-def _names(text: str) -> Iterable[tuple[int, int]]:
+def _names(text: str, *, is_extract: bool) -> Iterable[tuple[int, int]]:
     """Capitalised words in the middle of a sentence, and runs of them anywhere."""
     is_german = len(GERMAN.findall(text)) >= 2
     for match in NAME.finditer(text):
         start, end = match.span()
         parts = [(part.start() + start, part.end() + start) for part in re.finditer(r"\S+", match.group())]
-        is_first = bool(SENTENCE_EDGE.search(text[max(0, start - 8) : start]))
+        is_first = not is_extract and bool(SENTENCE_EDGE.search(text[max(0, start - 8) : start]))
         is_lone = len(parts) == 1
         while parts and (is_first or is_lone) and _is_common(text[parts[0][0] : parts[0][1]]):
+            parts.pop(0)
+        while parts and text[parts[0][0]].islower():
             parts.pop(0)
         num_capitals = sum(text[low].isupper() and text[low:high] != "The" for low, high in parts)
         if not parts or (num_capitals < 2 and (is_first or is_german) and not text[parts[0][0]].isdigit()):

@@ -169,21 +169,31 @@ def read_turns(
     turns: list[Turn] = []
     for line in lines:
         content = {"role": "tool" if line.is_quote else line.speaker, "content": line.text}
-        turns.append(replace(read_turn(index, content, counter), speaker=line.label, part=len(turns)))
+        turns.append(replace(read_turn(index, content, counter, is_extract=True), speaker=line.label, part=len(turns)))
     if text.strip():
         turns.append(replace(read_turn(index, {**message, "content": text}, counter, before), part=len(turns)))
     return tuple(turns)
 
 
-def read_turn(index: int, message: WireMessage, counter: TokenCounter, before: WireMessage | None = None) -> Turn:
-    """Cut one message into words, pieces and facts; ``before`` is the message it may answer."""
+def read_turn(
+    index: int,
+    message: WireMessage,
+    counter: TokenCounter,
+    before: WireMessage | None = None,
+    *,
+    is_extract: bool = False,
+) -> Turn:
+    """Cut one message, or a line of an earlier record, into words, pieces and facts.
+
+    ``before`` is the message that it may answer.
+    """
     text, speaker = both_ends(turn_text(message), MAX_READ_CHARS), speaker_of(message)
     quoted = quoted_spans(text, speaker)
     words = tuple(Span(*match.span()) for match in _WORD.finditer(text))
     starts = [word.start for word in words]
     ends = [word.end for word in words]
     pins = []
-    for fact in find_facts(text, speaker, quoted):
+    for fact in find_facts(text, speaker, quoted, is_extract=is_extract):
         first, last = bisect_right(ends, fact.start), bisect_left(starts, fact.end)
         if first < last:
             pins.append(Pin(fact, first, last))
