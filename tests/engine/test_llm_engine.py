@@ -386,6 +386,7 @@ def test_begun_requests_are_told_once_and_before_their_first_step() -> None:
     told: list[tuple[int, list[str]]] = []
     engine.on_started = lambda request_ids: told.append((len(runner.steps), request_ids))
     engine.add_request(make_request(20, request_id="a", max_tokens=2, ignore_eos=True))
+    engine.step()
     engine.add_request(make_request(range(50, 54), request_id="b", max_tokens=1))
     run_to_end(engine)
     assert told == [(0, ["a"]), (4, ["b"])]
