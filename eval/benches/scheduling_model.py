@@ -3,6 +3,7 @@
 import random
 import time
 from statistics import median
+from typing import NamedTuple
 
 from engine.block_hash import CacheKey
 from engine.chat_template import ChatTokenizer
@@ -83,51 +84,64 @@ def measure_long_prefill(
     """Streams beside one long prompt: rounds with chunks and without alternate. Also the costs that were fitted."""
     whole = SchedulerConfig(max_num_batched_tokens=machine.runner.max_model_len + num_streams)
     chunked = SchedulerConfig(max_num_batched_tokens=chunk_tokens)
-    figures: dict[str, list[tuple[float, float]]] = {"chunked": [], "whole": []}
+    figures: dict[str, list[_Figures]] = {"chunked": [], "whole": []}
     fits: list[CostCoefficients] = []
     for place in range(rounds):
         order = ("chunked", "whole") if place % 2 == 0 else ("whole", "chunked")
         for name in order:
             engine = machine.engine(chunked if name == "chunked" else whole)
-            figures[name].append(_largest_gap_and_ttft(machine, engine, prompt_tokens, num_streams))
+            figures[name].append(_beside_long_prompt(machine, engine, prompt_tokens, num_streams))
             if name == "chunked" and engine.cost_model.coefficients is not None:
                 fits.append(engine.cost_model.coefficients)
-    gaps = {name: [gap * 1e3 for gap, _ in values] for name, values in figures.items()}
-    ttfts = {name: [ttft * 1e3 for _, ttft in values] for name, values in figures.items()}
+
+    def ratio(index: int) -> float:
+        pairs = zip(figures["chunked"], figures["whole"], strict=True)
+        return median(chunks[index] / at_once[index] for chunks, at_once in pairs)
+
     result = LongPrefill(
         prompt_tokens=prompt_tokens,
         num_streams=num_streams,
         chunk_tokens=chunk_tokens,
         rounds=rounds,
-        largest_gap_ms_chunked=gaps["chunked"],
-        largest_gap_ms_whole=gaps["whole"],
-        ttft_ms_chunked=ttfts["chunked"],
-        ttft_ms_whole=ttfts["whole"],
-        gap_ratio=median(gaps["chunked"]) / median(gaps["whole"]),
-        ttft_ratio=median(ttfts["chunked"]) / median(ttfts["whole"]),
+        largest_gap_ms_chunked=[one.gap_s * 1e3 for one in figures["chunked"]],
+        largest_gap_ms_whole=[one.gap_s * 1e3 for one in figures["whole"]],
+        ttft_ms_chunked=[one.ttft_s * 1e3 for one in figures["chunked"]],
+        ttft_ms_whole=[one.ttft_s * 1e3 for one in figures["whole"]],
+        gap_ratio=ratio(_Figures._fields.index("gap_s")),
+        ttft_ratio=ratio(_Figures._fields.index("ttft_s")),
+        cpu_gap_ratio=ratio(_Figures._fields.index("cpu_gap_s")),
+        cpu_ttft_ratio=ratio(_Figures._fields.index("cpu_ttft_s")),
     )
     return result, CostCoefficients(*(median(values) for values in zip(*fits, strict=True)))
 
 
-def _largest_gap_and_ttft(
-    machine: Machine, engine: LLMEngine, prompt_tokens: int, num_streams: int
-) -> tuple[float, float]:
+class _Figures(NamedTuple):
+    gap_s: float
+    """Largest time between two tokens of a stream, from the arrival of the long prompt to its first token."""
+    ttft_s: float
+    cpu_gap_s: float
+    cpu_ttft_s: float
+
+
+def _beside_long_prompt(machine: Machine, engine: LLMEngine, prompt_tokens: int, num_streams: int) -> _Figures:
     for _ in range(num_streams):
         engine.add_request(machine.request(32, 10_000))
     for _ in range(_WARM_STEPS):
         engine.step()
     long = machine.request(prompt_tokens, 1)
     engine.add_request(long)
-    start = last = time.perf_counter()
-    gap = 0.0
+    start, cpu_start = time.perf_counter(), time.process_time()
+    last, cpu_last = start, cpu_start
+    gap = cpu_gap = 0.0
     while True:
         outputs = engine.step()
-        now = time.perf_counter()
+        now, cpu_now = time.perf_counter(), time.process_time()
         if sum(output.request_id != long.request_id for output in outputs) != num_streams:
             raise EvalError("a stream paused for a step")
-        gap, last = max(gap, now - last), now
+        gap, cpu_gap = max(gap, now - last), max(cpu_gap, cpu_now - cpu_last)
+        last, cpu_last = now, cpu_now
         if any(output.request_id == long.request_id for output in outputs):
-            return gap, now - start
+            return _Figures(gap, now - start, cpu_gap, cpu_now - cpu_start)
 
 
 def measure_decode_step_s(machine: Machine, num_streams: int) -> float:
