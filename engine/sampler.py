@@ -2,8 +2,8 @@
 
 Filters apply in the usual order: temperature, ``min_p``, then the ``top_k`` most likely, then of these the smallest set
 whose probabilities add up to ``top_p``. All rows of a kind are one batch of tensor operations, and a whole vocabulary
-is never sorted unless a row needs it: 64 candidates are enough for most, and are found through the largest values of
-short runs of the vocabulary.
+is hardly ever sorted: 64 candidates are enough for most rows, and are found through the largest values of short runs of
+the vocabulary; where a distribution is so flat that they do not reach top_p, tokens are drawn until one lies within it.
 
 With a seed, a random choice takes the token with the largest ``probability / noise``, noise drawn from Exp(1) for every
 token id (the Gumbel-max trick): exactly a draw from the distribution, and one that hardly reacts when the probabilities
@@ -25,6 +25,8 @@ from engine.scheduler_output import SampledLogprobs
 _MIN_TEMPERATURE = 1e-5
 # Most likely tokens among which top_p looks, in turn; the whole vocabulary is sorted for rows that none suffices for.
 _NUM_CANDIDATES = (64, 1024)
+# Draws from a flat distribution before it is sorted after all.
+_NUM_DRAWS = 8
 # Neighbouring tokens of which the largest value stands for all while candidates are looked for.
 _RUN = 64
 # Odd multipliers that mix bits well, as signed 64-bit integers (those of SplitMix64).
@@ -112,6 +114,10 @@ class Sampler:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         pending = list(range(len(rows)))
         for num_candidates in (*(number for number in _NUM_CANDIDATES if number < vocab_size), vocab_size):
+            if num_candidates > _NUM_CANDIDATES[0]:
+                pending = self._draw_from_nucleus(scaled, probabilities, rows, pending, chosen)
+            if not pending:
+                break
             is_all = len(pending) == len(rows)
             part = [rows[place] for place in pending]
             values, token_ids = top_values(scaled if is_all else scaled[pending], num_candidates)
@@ -124,9 +130,44 @@ class Sampler:
                 picked = token_ids.gather(1, best).squeeze(1)
                 chosen[[pending[place] for place in done]] = picked[done]
                 pending = [place for at, place in enumerate(pending) if not is_enough[at]]
-            if not pending:
-                break
         return chosen
+
+    def _draw_from_nucleus(
+        self,
+        scaled: torch.Tensor,
+        probabilities: torch.Tensor,
+        rows: list[_Row],
+        pending: list[int],
+        chosen: torch.Tensor,
+    ) -> list[int]:
+        """Try to choose without sorting: draw from the whole distribution until a token lies within top_p.
+
+        A draw does so with a probability of at least top_p, and is then a draw from what top_p leaves. Rows with top_k
+        are left alone, and so is the rare one of which no draw was taken.
+
+        Returns:
+            The places that are still pending; the tokens of the others are in ``chosen``.
+        """
+        vocab_size = scaled.shape[1]
+        left = [place for place in pending if 0 < rows[place].params.top_k < vocab_size]
+        token_ids = torch.arange(vocab_size, device=self._device)
+        for place in (place for place in pending if place not in left):
+            row = probabilities[place]
+            if rows[place].params.seed is None:
+                uniform = torch.rand(_NUM_DRAWS, generator=self._generator, device=self._device)
+                draws = torch.searchsorted(row.cumsum(dim=-1), uniform, right=True).clamp_(max=vocab_size - 1)
+            else:  # in the order of their noisy scores: what is left out of it is as if it had never been there
+                scores = scaled[place : place + 1] - self._log_noise([rows[place]], token_ids[None])
+                draws = top_values(scores, min(_NUM_DRAWS, vocab_size))[1][0]
+            for token, probability in zip(draws.tolist(), row[draws].tolist(), strict=True):
+                # equal probabilities count in the order of ids
+                before = float(row[row > probability].sum() + (row[:token] == probability).sum() * probability)
+                if probability > 0.0 and before < rows[place].params.top_p:
+                    chosen[place] = token
+                    break
+            else:
+                left.append(place)
+        return left
 
     def _kept(self, probabilities: torch.Tensor, rows: list[_Row], vocab_size: int) -> tuple[torch.Tensor, list[bool]]:
         """Which candidates the filters leave, and for which rows there are enough of them.

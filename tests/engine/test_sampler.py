@@ -140,6 +140,29 @@ def test_top_p_needs_more_candidates_than_the_first_ones_only_where_it_is_flat()
     assert len(set(tokens[1::2])) > 300
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_flat_distribution_is_cut_and_renormalised_without_sorting_it(seed: int | None) -> None:
+    # 1,500 tokens of weight 2 and 1,500 of weight 1: top_p 0.8 keeps all of the first, and 600 of the second
+    weights = torch.tensor([2.0, 1.0]).repeat(1500)
+    rows = [SamplingParams(top_p=0.8, seed=seed and seed + row) for row in range(3000)]
+    tokens = torch.tensor(Sampler().sample(weights.log().expand(3000, -1), rows, [0] * 3000))
+    is_heavy = tokens % 2 == 0
+    share = 2 / 3 / 0.8
+    assert abs(float(is_heavy.float().mean()) - share) < 5 * math.sqrt(share * (1 - share) / 3000)
+    light = tokens[~is_heavy]
+    assert int(light.max()) <= 2 * 601  # the first 600 in the order of ids
+    assert len(set(light.tolist())) > 200
+    assert len(set(tokens[is_heavy].tolist())) > 900
+
+
+def test_top_p_that_draws_hardly_ever_hit_is_exact_all_the_same() -> None:
+    # a draw lies within top_p once in a hundred times, so most rows are sorted in the end
+    logits = torch.zeros(1, 5000)
+    tokens = Sampler().sample(logits.expand(300, -1), [SamplingParams(top_p=0.01)] * 300, [0] * 300)
+    assert max(tokens) <= 50
+    assert len(set(tokens)) > 30
+
+
 def test_log_probabilities_are_the_models_own_and_only_of_rows_that_ask() -> None:
     logits = _logits(3)
     params = [SamplingParams(top_logprobs=2, temperature=0.1), SamplingParams(), SamplingParams(top_logprobs=0)]
