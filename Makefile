@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-dedup bench-scheduling bench-kernels clean
+.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ bench-reducer: setup ## recall at equal tokens against the usual baselines; half
 
 bench-dedup: setup ## copies removed, near copies kept, evidence kept on sets with labelled copies; ten minutes
 	$(BIN)/python -m eval.benches.bench_dedup $(DATA) --output eval/results/dedup.json
+
+bench-history: setup ## compacted histories: probes still answered, against cutting and BM25; ten minutes
+	$(BIN)/python -m eval.benches.bench_history $(DATA) --output eval/results/history.json
 
 bench-scheduling: setup ## gaps, policies, prefix reuse, control plane, cancels; half an hour
 	$(BIN)/python -m eval.benches.bench_scheduling $(DATA) --output eval/results/scheduling.json

@@ -1,0 +1,444 @@
+"""Compacted histories: probes that the prompt still answers, against the usual ways to shorten a conversation.
+
+    python -m eval.benches.bench_history DATA_FOLDER --output eval/results/history.json
+
+Every case is a conversation with probes whose answers stand word for word in it. It is compacted to a share of its
+tokens for the case's own question, and every probe is looked up in what is sent; the probes are unknown to all arms
+but the oracle. ``asked`` asks some probes as the question instead, each in a request of its own.
+
+Beside it: how often the record of older turns is rewritten while a conversation grows, and which pinned facts are lost
+when a client goes on with compacted messages and they are compacted again, six times.
+"""
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from engine.chat_template import ChatTokenizer
+from engine.model_store import resolve_model
+from eval.baselines import bm25, by_score
+from eval.datasets import Dataset, read_dataset
+from eval.intervals import Estimate, PairedDifference, compare, estimate, percentile
+from eval.manifest import Manifest, make_manifest
+from eval.prompts import case_messages
+from eval.samples import Case, Probe
+from eval.scoring import SearchText, scored_probes
+from reducer.blocks import RECORD_CLOSING, RECORD_OPENING
+from reducer.config import ReducerConfig
+from reducer.encoder import SentenceTransformerEncoder
+from reducer.extract import Extract, is_secondary
+from reducer.pipeline import Reducer
+from reducer.prompt import Budget, Caller, PromptParts
+from reducer.result import ReductionResult
+from reducer.summary import SummaryCache
+from reducer.template import message_text
+from reducer.turns import Turn, read_turn
+
+SETS = ("sgd-history", "locomo-history")
+BUDGETS = (0.2, 0.3, 0.4)
+OURS = "firsttoken"
+ARMS = (OURS, "last turns", "bm25 turns", "one selection", "oracle turns")
+BASELINES = ("last turns", "bm25 turns")
+BLOCK_TOKENS = 25
+"""What ``one selection`` leaves for the block around its text."""
+RECENT_TURNS = 2
+ASKED_BUDGET = 0.3
+"""Budget of the probes that are asked, of the growing conversations and of the repeated compactions."""
+NUM_GROWN = 5
+NUM_COMPACTED = 20
+NUM_COMPACTIONS = 6
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm on one set at one budget."""
+
+    arm: str
+    budget: float
+    answered: Estimate
+    """Share of the probes, mean over the cases."""
+    answered_of_all: float
+    """Share of all probes of the set."""
+    tokens_kept: float
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Each probe asked as the question of a request."""
+
+    arm: str
+    budget: float
+    answered: Estimate
+
+
+class Growth(msgspec.Struct, frozen=True, kw_only=True):
+    """The record while a conversation grows turn by turn at a fixed budget, means over conversations."""
+
+    num_conversations: int
+    num_turns: float
+    num_appended: float
+    """Turns after which the record was the one before and more."""
+    num_rewritten: float
+    """Turns after which it was another one."""
+
+
+class Compactions(msgspec.Struct, frozen=True, kw_only=True):
+    """Six compactions, each of the messages that the one before sent and the turns since."""
+
+    num_conversations: int
+    num_facts: int
+    """Facts that the ledger pins."""
+    num_lost: int
+    num_reported: int
+    """Conversations where the reducer said that facts had no room."""
+
+
+class SetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One data set."""
+
+    name: str
+    sha256: str
+    num_cases: int
+    num_probes: int
+    cells: list[Cell]
+    versus_best: list[tuple[float, str, PairedDifference]]
+    """Budget, best baseline, ours minus it."""
+    asked: list[Asked]
+    growth: Growth
+    compactions: Compactions
+    ms_median: float
+    """Time of one compaction with nothing cached."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole run."""
+
+    manifest: Manifest
+    sets: list[SetResult]
+
+
+class Conversation:
+    """A case with what all arms need of it."""
+
+    def __init__(self, case: Case, counter: ChatTokenizer) -> None:
+        self.case = case
+        self.messages = case_messages(case)
+        self.history = self.messages[1:-1]
+        self.probes = scored_probes(case)
+        self.fixed = counter.count_prompt([self.messages[0], self.messages[-1]])
+        self.full = counter.count_prompt(self.messages) - self.fixed
+        texts = [message_text(message) for message in self.history]
+        share = -(-max(self.full - sum(map(counter.count_text, texts)), 0) // len(texts))
+        self.costs = [counter.count_text(text) + share for text in texts]
+        self.searched = [SearchText(text) for text in texts]
+        self.texts = texts
+
+    def turns(self, counter: ChatTokenizer) -> list[Turn]:
+        """The history as the reducer reads it."""
+        return [
+            read_turn(index, self.messages[index], counter, self.messages[index - 1])
+            for index in range(1, len(self.messages) - 1)
+        ]
+
+
+def answers(probe: Probe, text: SearchText) -> bool:
+    """Whether a text states an accepted answer."""
+    return any(text.states(answer) for answer in probe.answers)
+
+
+def share_answered(probes: Sequence[Probe], text: str) -> float:
+    """Share of the probes that a text answers."""
+    searched = SearchText(text)
+    return sum(answers(probe, searched) for probe in probes) / len(probes)
+
+
+def sent_text(result: ReductionResult, question: str) -> str:
+    """What is sent without the system message and the question."""
+    *messages, last = [message_text(message) for message in result.messages]
+    return "\n".join([*messages[1:], last.removesuffix(question)])
+
+
+def whole_turns(conversation: Conversation, order: Sequence[int], room: int) -> tuple[str, int]:
+    """Turns taken whole in the given order, each one that still fits, and their tokens."""
+    kept: list[int] = []
+    left = room
+    for place in order:
+        if conversation.costs[place] <= left:
+            kept.append(place)
+            left -= conversation.costs[place]
+    return "\n".join(conversation.texts[place] for place in sorted(kept)), room - left
+
+
+def last_turns(conversation: Conversation, room: int) -> tuple[str, int]:
+    """The tail of the conversation that fits."""
+    costs = list(itertools.accumulate(reversed(conversation.costs)))
+    num_kept = sum(cost <= room for cost in costs)
+    places = range(len(conversation.texts) - num_kept, len(conversation.texts))
+    return "\n".join(conversation.texts[place] for place in places), costs[num_kept - 1] if num_kept else 0
+
+
+def bm25_turns(conversation: Conversation, question: str, room: int) -> tuple[str, int]:
+    """Whole turns by BM25."""
+    return whole_turns(conversation, by_score(bm25(question, conversation.texts)), room)
+
+
+def oracle_turns(conversation: Conversation, room: int) -> tuple[str, int]:
+    """Whole turns by someone who knows the answers: most further probes per token first."""
+    states = [
+        {number for number, probe in enumerate(conversation.probes) if answers(probe, text)}
+        for text in conversation.searched
+    ]
+    order: list[int] = []
+    found: set[int] = set()
+    while True:
+        best = max(range(len(states)), key=lambda place: len(states[place] - found) / conversation.costs[place])
+        if not states[best] - found:
+            return whole_turns(conversation, order, room)
+        order.append(best)
+        found |= states[best]
+
+
+def one_selection(conversation: Conversation, counter: ChatTokenizer, room: int) -> tuple[str, int]:
+    """Our extracts chosen once among all turns: what the append-only record is measured against."""
+    turns = conversation.turns(counter)
+    older, recent = turns[:-RECENT_TURNS], conversation.texts[-RECENT_TURNS:]
+    left = room - BLOCK_TOKENS - sum(conversation.costs[-RECENT_TURNS:])
+    goal, best = left, ""
+    for _ in range(4):
+        extract = Extract(older, set())
+        extract.pin_facts(primary_only=True)
+        extract.fill(goal)
+        text = extract.render()
+        slack = left - counter.count_text(text)
+        best = text if slack >= 0 else best
+        goal += slack - 2
+    return "\n".join([best, *recent]), room - left + counter.count_text(best)
+
+
+class Bench:
+    """Holds tokenizer and encoder; scores one set after the other."""
+
+    def __init__(self, seed: int, num_asked: int) -> None:
+        self._seed = seed
+        self._num_asked = num_asked
+        self._counter = ChatTokenizer.from_path(resolve_model("smollm2-135m-instruct"))
+        self._encoder = SentenceTransformerEncoder(resolve_model("all-minilm-l6-v2"))
+
+    def run(self, dataset: Dataset, console: Console) -> SetResult:
+        """All arms on all cases of a set."""
+        scores: dict[tuple[str, float], list[float]] = {}
+        tokens: dict[tuple[str, float], list[float]] = {}
+        asked: dict[str, list[float]] = {}
+        num_probes: list[int] = []
+        times_ms: list[float] = []
+        name = dataset.name.removesuffix(".gz").removesuffix(".jsonl")
+        conversations = [Conversation(case, self._counter) for case in dataset.cases]
+        conversations = [conversation for conversation in conversations if conversation.probes]
+        for conversation in track(conversations, description=name, console=console):
+            num_probes.append(len(conversation.probes))
+            question = conversation.case.question
+            for budget in BUDGETS:
+                room = int(budget * conversation.full)
+                started = time.perf_counter()
+                result = self._reduce(conversation.messages, conversation.fixed + room)
+                times_ms.append((time.perf_counter() - started) * 1000)
+                kept: dict[str, tuple[str, int]] = {
+                    OURS: (sent_text(result, question), result.prompt_tokens - conversation.fixed),
+                    "last turns": last_turns(conversation, room),
+                    "bm25 turns": bm25_turns(conversation, question, room),
+                    "one selection": one_selection(conversation, self._counter, room),
+                    "oracle turns": oracle_turns(conversation, room),
+                }
+                for arm, (text, num_tokens) in kept.items():
+                    scores.setdefault((arm, budget), []).append(share_answered(conversation.probes, text))
+                    tokens.setdefault((arm, budget), []).append(num_tokens / conversation.full)
+            self._ask(conversation, asked)
+        return SetResult(
+            name=name,
+            sha256=dataset.sha256,
+            num_cases=len(conversations),
+            num_probes=sum(num_probes),
+            cells=[
+                Cell(
+                    arm=arm,
+                    budget=budget,
+                    answered=estimate(values, seed=self._seed),
+                    answered_of_all=float(np.average(values, weights=num_probes)),
+                    tokens_kept=float(np.mean(tokens[arm, budget])),
+                )
+                for (arm, budget), values in scores.items()
+            ],
+            versus_best=[self._versus_best(scores, budget) for budget in BUDGETS],
+            asked=[
+                Asked(arm=arm, budget=ASKED_BUDGET, answered=estimate(values, seed=self._seed))
+                for arm, values in asked.items()
+            ],
+            growth=self._growth(conversations[:NUM_GROWN]),
+            compactions=self._compactions(conversations[:NUM_COMPACTED]),
+            ms_median=percentile(times_ms, 0.5),
+        )
+
+    def _ask(self, conversation: Conversation, asked: dict[str, list[float]]) -> None:
+        """Some probes as questions, evenly over the conversation."""
+        cache = SummaryCache()
+        step = max(len(conversation.probes) // self._num_asked, 1)
+        room = int(ASKED_BUDGET * conversation.full)
+        for probe in conversation.probes[::step][: self._num_asked]:
+            messages = [*conversation.messages[:-1], {"role": "user", "content": probe.question}]
+            fixed = self._counter.count_prompt([messages[0], messages[-1]])
+            result = self._reduce(messages, fixed + room, cache)
+            for arm, text in (
+                (OURS, sent_text(result, probe.question)),
+                ("bm25 turns", bm25_turns(conversation, probe.question, room)[0]),
+            ):
+                asked.setdefault(arm, []).append(share_answered([probe], text))
+
+    def _growth(self, conversations: Sequence[Conversation]) -> Growth:
+        appended: list[int] = []
+        rewritten: list[int] = []
+        for conversation in conversations:
+            cache = SummaryCache()
+            limit = conversation.fixed + int(ASKED_BUDGET * conversation.full)
+            records = [
+                record_of(self._reduce([*conversation.messages[:end], conversation.messages[-1]], limit, cache))
+                for end in range(1, len(conversation.messages))
+            ]
+            pairs = [pair for pair in itertools.pairwise(records) if pair[0] != pair[1]]
+            appended.append(sum(after.startswith(before) for before, after in pairs))
+            rewritten.append(sum(not after.startswith(before) for before, after in pairs))
+        return Growth(
+            num_conversations=len(conversations),
+            num_turns=float(np.mean([len(conversation.history) for conversation in conversations])),
+            num_appended=float(np.mean(appended)),
+            num_rewritten=float(np.mean(rewritten)),
+        )
+
+    def _compactions(self, conversations: Sequence[Conversation]) -> Compactions:
+        """Facts of the older turns that are in no form in the last prompt."""
+        num_facts = num_lost = num_reported = 0
+        for conversation in conversations:
+            limit = conversation.fixed + int(ASKED_BUDGET * conversation.full)
+            system, question = conversation.messages[0], conversation.messages[-1]
+            bounds = np.linspace(0, len(conversation.history), NUM_COMPACTIONS + 1).astype(int)
+            sent: list[Mapping[str, Any]] = [system]
+            notes: list[str] = []
+            for start, end in itertools.pairwise(bounds):
+                result = self._reduce([*sent, *conversation.history[start:end], question], limit)
+                notes += [stage.degraded for stage in result.stages if stage.degraded and "no room" in stage.degraded]
+                sent = list(result.messages[:-1])
+            text = "\n".join(message_text(message) for message in result.messages)
+            said = Extract([read_turn(0, {"role": "user", "content": text}, self._counter)], set())
+            for pin in said.turns[0].pins:
+                said.say_fact(pin.fact)
+            folded = " ".join(text.casefold().split())
+            for turn in conversation.turns(self._counter):
+                for pin in turn.pins:
+                    if not is_secondary(turn, pin.fact):
+                        num_facts += 1
+                        num_lost += not said.is_said(pin.fact) and pin.fact.key not in folded
+            num_reported += bool(notes)
+        return Compactions(
+            num_conversations=len(conversations), num_facts=num_facts, num_lost=num_lost, num_reported=num_reported
+        )
+
+    def _reduce(self, messages: Messages, limit: int, cache: SummaryCache | None = None) -> ReductionResult:
+        reducer = Reducer(ReducerConfig(min_prompt_tokens=0), self._counter, self._encoder, summary_cache=cache)
+        parts = PromptParts(messages=tuple(messages))
+        scope = "" if cache is None else "bench"
+        return reducer.reduce(parts, budget=Budget(limit, "request"), caller=Caller(), cache_scope=scope)
+
+    def _versus_best(
+        self, scores: Mapping[tuple[str, float], Sequence[float]], budget: float
+    ) -> tuple[float, str, PairedDifference]:
+        mean: Callable[[str], float] = lambda arm: float(np.mean(scores[arm, budget]))  # noqa: E731
+        best = max(BASELINES, key=mean)
+        return budget, best, compare(scores[OURS, budget], scores[best, budget], seed=self._seed)
+
+
+def record_of(result: ReductionResult) -> str:
+    """The record of older turns in the messages, or nothing."""
+    for message in result.messages:
+        text = message_text(message)
+        if text.startswith(RECORD_OPENING):
+            return text.removeprefix(RECORD_OPENING).partition(RECORD_CLOSING.rstrip())[0]
+    return ""
+
+
+def print_result(console: Console, result: Result) -> None:
+    """One table: probes answered in % by arm, set and budget."""
+    table = Table(title="probes answered in %, at " + " / ".join(f"{budget:.0%}" for budget in BUDGETS))
+    table.add_column("arm")
+    for item in result.sets:
+        table.add_column(f"{item.name}\n({item.num_cases} cases, {item.num_probes} probes)")
+    for arm in ARMS:
+        table.add_row(arm, *(_row(item, arm) for item in result.sets))
+    table.add_section()
+    for arm in (OURS, "bm25 turns"):
+        table.add_row(
+            f"{arm}, probe asked, {ASKED_BUDGET:.0%}",
+            *(
+                " / ".join(f"{100 * cell.answered.mean:.1f}" for cell in item.asked if cell.arm == arm)
+                for item in result.sets
+            ),
+        )
+    console.print(table)
+    for item in result.sets:
+        growth, lost = item.growth, item.compactions
+        console.print(
+            f"{item.name}: {growth.num_turns:.0f} turns append {growth.num_appended:.1f} times and rewrite "
+            f"{growth.num_rewritten:.1f} times; after {NUM_COMPACTIONS} compactions {lost.num_lost} of {lost.num_facts}"
+            f" facts are lost, {lost.num_reported} of {lost.num_conversations} conversations say so; "
+            f"{item.ms_median:.0f} ms a compaction"
+        )
+
+
+def _row(item: SetResult, arm: str) -> str:
+    cells = [cell for cell in item.cells if cell.arm == arm]
+    return " / ".join(f"{100 * cell.answered.mean:.1f} at {100 * cell.tokens_kept:.0f}" for cell in cells)
+
+
+@click.command()
+@click.argument("data", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--limit", type=int, help="Most cases of a set; all by default.")
+@click.option("--asked", "num_asked", default=3, show_default=True, help="Probes of a case that are asked.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path))
+def main(data: Path, limit: int | None, num_asked: int, seed: int, output: Path | None) -> None:
+    """Compare compacted histories with the usual ways to shorten a conversation."""
+    console = Console(stderr=True)
+    bench = Bench(seed, num_asked)
+    datasets = [read_dataset(data / f"{name}.jsonl.gz", limit=limit) for name in SETS]
+    manifest = make_manifest(
+        dataset=datasets[0],
+        settings={
+            "sets": list(SETS),
+            "limit": limit,
+            "budgets": list(BUDGETS),
+            "asked": num_asked,
+            "reducer": msgspec.to_builtins(ReducerConfig(min_prompt_tokens=0)),
+        },
+        seed=seed,
+        model="smollm2-135m-instruct (tokenizer), all-minilm-l6-v2",
+        max_model_len=None,
+        started_gateway=False,
+    )
+    result = Result(manifest=manifest, sets=[bench.run(dataset, console) for dataset in datasets])
+    print_result(Console(width=160), result)
+    encoded = msgspec.json.encode(result)
+    if output is not None:
+        output.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
+    sys.stdout.write(json.dumps(json.loads(encoded)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
