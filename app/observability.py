@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from app.compaction import Compaction
 from app.generation import Generation
 from app.receipts import saved_tokens
+from engine.lengths import length_bucket
 from engine.outputs import EngineStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series per counter that nobody graphs
@@ -24,13 +25,6 @@ ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1,
 LATENCY_BUCKETS = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),)
 STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
-
-LENGTH_BUCKETS = ((512, "short"), (2048, "medium"), (8192, "long"))
-
-
-def length_bucket(num_prompt_tokens: int) -> str:
-    """``short`` up to 512 tokens, ``medium`` to 2,048, ``long`` to 8,192, ``very_long`` above."""
-    return next((name for limit, name in LENGTH_BUCKETS if num_prompt_tokens <= limit), "very_long")
 
 
 class EngineCollector(Collector):
@@ -54,6 +48,13 @@ class EngineCollector(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens from the prefix cache", stats.cached_prompt_tokens)
         yield self._counter("num_preemptions", "Sequences preempted", stats.num_preemptions)
         yield self._counter("engine_steps", "Steps of the engine", stats.num_steps)
+        yield self._gauge("num_tokens_waiting", "Tokens of the waiting sequences", stats.num_waiting_tokens)
+        refused = CounterMetricFamily(
+            "firsttoken_requests_refused", "Requests that the engine refused", labels=["model_name", "reason"]
+        )
+        for reason, count in sorted(stats.num_refused.items()):
+            refused.add_metric([self._model_name, reason], count)
+        yield refused
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"firsttoken_{name}", text, labels=["model_name"])

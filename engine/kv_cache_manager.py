@@ -224,10 +224,10 @@ class KVCacheManager:
         if self.second_tier is not None:
             self.second_tier.end_step()
 
-    def fail_step(self, stores: Iterable[KVTransfer]) -> None:
-        """The step with these stores broke off; nothing that it should have kept is believed."""
+    def fail_step(self, transfers: Iterable[KVTransfer]) -> None:
+        """The step with these stores and loads broke off; nothing that they should have copied is believed."""
         if self.second_tier is not None:
-            self.second_tier.fail_step(stores)
+            self.second_tier.fail_step(transfers)
 
     def free(self, sequence: Sequence) -> None:
         """Give back all blocks of a sequence, last one first; it may have none. What is cached stays findable."""

@@ -268,6 +268,7 @@ class LLMEngine:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
+            is_expired=sequence.is_expired,
             timings=request_timings(sequence) if has_first_token or sequence.is_finished else None,
             logprobs=told,
             max_tokens=sequence.sampling.max_tokens if sequence.max_tokens_asked is not None else None,

@@ -97,6 +97,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the output, if one of those did."""
     error: str | None = None
+    is_expired: bool = False
+    """It ended in the queue because its deadline had passed: nothing was computed, and it may come again."""
     timings: RequestTimings | None = None
     """With the first token (decode_ms is 0) and with the last."""
     max_tokens: int | None = None

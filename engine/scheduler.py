@@ -211,26 +211,13 @@ class Scheduler:
                 updates.append(SequenceUpdate(sequence, [token_id]))
         return updates
 
-    def fail(self, scheduler_output: SchedulerOutput, error: str, now: float) -> list[SequenceUpdate]:
-        """Take in a step that could not be executed: its sequences end with an error, all others stay as they are."""
-        failed = []
-        self.kv_cache_manager.fail_step(scheduler_output.kv_stores)
-        for scheduled in scheduler_output.scheduled:
-            sequence = self._sequences.get(scheduled.request_id)
-            if sequence is not None:
-                self.finish(sequence, "error", now, error=error)
-                failed.append(SequenceUpdate(sequence, []))
-        # The runner may not have come to these.
-        self._finished_request_ids[:0] = scheduler_output.finished_request_ids
-        return failed
-
     def recompute_after_failed_transfers(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Take in that the transfers of a step may not have been made: what relies on them is computed anew, later.
 
         Returns:
             The same step without its transfers and without those sequences; it may be empty.
         """
-        self.kv_cache_manager.fail_step(scheduler_output.kv_stores)
+        self.kv_cache_manager.fail_step([*scheduler_output.kv_stores, *scheduler_output.kv_loads])
         loaded = {load.block_id for load in scheduler_output.kv_loads}
         scheduled = []
         for part in scheduler_output.scheduled:
@@ -248,6 +235,7 @@ class Scheduler:
         ]
         for sequence in late:
             assert sequence.deadline_s is not None, f"{sequence.request_id} is late without a deadline"
+            sequence.is_expired = True
             allowed_ms = (sequence.deadline_s - sequence.arrival_s) * 1e3
             self.finish(sequence, "error", now, error=f"the deadline of {allowed_ms:.0f} ms passed in the queue")
             self._expired.append(SequenceUpdate(sequence, []))

@@ -97,10 +97,10 @@ class SecondTier:
         """The transfers that were taken are done."""
         self._pinned.clear()
 
-    def fail_step(self, stores: Iterable[KVTransfer]) -> None:
-        """It is not known which of the transfers were done: forget what these stores should have kept."""
+    def fail_step(self, transfers: Iterable[KVTransfer]) -> None:
+        """It is not known which of these were done: forget the entries, so that nothing tries the same again."""
         self._pinned.clear()
-        slots = {store.slot for store in stores}
+        slots = {transfer.slot for transfer in transfers}
         self.forget([content_hash for content_hash, entry in self._entries.items() if entry.slot in slots])
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:

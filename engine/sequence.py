@@ -65,6 +65,8 @@ class Sequence:
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the output, if one of those did."""
     error: str | None = None
+    is_expired: bool = False
+    """It ended because nothing of it had been scheduled by its deadline."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -9,7 +9,7 @@ from app.backends.base import BackendRequest, PromptEncoder
 from app.workers import WorkerPool
 from engine.chat_template import ChatTokenizer
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, PromptTooLongError
+from engine.errors import AdmissionError, EngineDeadError, PromptTooLongError
 from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
 from engine.process import EngineClient
 
@@ -111,6 +111,8 @@ class EmbeddedBackend:
         # Closing the client's iterator aborts in the engine; it does so without waiting, so that a cancelled task can.
         async with aclosing(outputs):
             async for output in outputs:
+                if output.is_expired:
+                    raise AdmissionError(output.error or "the deadline passed", reason="deadline", retry_after_s=1.0)
                 yield output
 
     def _running(self) -> EngineClient:

@@ -12,7 +12,6 @@ from factories_app import EchoBackend, bearer, make_app, make_body, make_documen
 from litestar.testing import AsyncTestClient
 
 from app.logs import configure_logging
-from app.observability import length_bucket
 from app.settings import LoggingSettings, Settings, TenantSettings
 
 URL = "/v1/chat/completions"
@@ -65,14 +64,6 @@ async def test_no_series_grows_with_tenants_requests_or_documents() -> None:
         text = (await http.get("/metrics")).text
     assert counts[-1] == counts[1]
     assert "tenant-" not in text
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "bucket"),
-    [(1, "short"), (512, "short"), (513, "medium"), (2048, "medium"), (8192, "long"), (8193, "very_long")],
-)
-def test_length_buckets(num_tokens: int, bucket: str) -> None:
-    assert length_bucket(num_tokens) == bucket
 
 
 @pytest.fixture

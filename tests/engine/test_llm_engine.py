@@ -375,6 +375,7 @@ def test_request_that_missed_its_deadline_in_the_queue_has_one_last_output() -> 
     assert [(output.finish_reason, output.error) for output in outputs] == [
         ("error", "the deadline of 500 ms passed in the queue")
     ]
+    assert outputs[0].is_expired
     assert outputs[0].timings is not None
     assert outputs[0].timings.queue_ms == 1000
     assert len(run_to_end(engine)["first"]) == 2

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.errors import PromptTooLongError, QueueFullError
 from engine.scheduler import Scheduler
+from engine.scheduler_output import ModelRunnerOutput
 from engine.sequence import Sequence
 
 SALTS = ("acme", "globex", "initech")
@@ -128,8 +129,10 @@ class Driver:
         self.runner.fail_next_step = True
         with pytest.raises(RuntimeError):
             self.runner.execute(scheduled)
-        updates = self.scheduler.fail(scheduled, "lost", 0.0)
-        assert [update.sequence.request_id for update in updates] == [s.request_id for s in scheduled.scheduled]
+        rest = self.scheduler.recompute_after_failed_transfers(scheduled)
+        failed = {part.request_id: "lost" for part in rest.scheduled}
+        updates = self.scheduler.update_from_output(rest, ModelRunnerOutput(sampled={}, failed=failed), self.now)
+        assert [update.sequence.request_id for update in updates] == list(failed)
         self.seen["failed"] += len(updates)
         self.scheduler.check_integrity()
         self.collect()
