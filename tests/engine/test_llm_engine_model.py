@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,12 +81,13 @@ def load(
     block_size: int = 4,
     max_num_seqs: int = 8,
     enable_prefix_caching: bool = True,
+    **cache: Any,
 ) -> LLMEngine:
     return LLMEngine.from_config(
         EngineConfig(
             model=ModelConfig(model=str(model), dtype="fp32"),
             cache=CacheConfig(
-                num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+                num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching, **cache
             ),
             scheduler=SchedulerConfig(long_prefill_token_threshold=chunk, max_num_seqs=max_num_seqs),
             num_threads=1,
@@ -158,6 +160,43 @@ def test_tokens_do_not_depend_on_preemption(tiny_llama: Path, expected: list[lis
     outputs = generate(engine, PROMPTS, NUM_TOKENS)
     assert engine.stats().num_preemptions > 0
     assert [tokens_of(output) for output in outputs] == expected
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_tokens_do_not_depend_on_blocks_that_come_back_from_the_second_tier(
+    tiny_llama: Path, expected: list[list[int]], kind: str
+) -> None:
+    hits = {}
+    for second_tier in ("none", kind):
+        engine = load(tiny_llama, num_blocks=24, max_num_seqs=1, second_tier=second_tier, second_tier_gib=0.01)
+        for name in ("cold", "warm"):
+            for index, prompt in enumerate(PROMPTS):
+                # Each prompt of its own tenant: nothing is shared, and eight of them do not fit into the pool.
+                (outputs,) = generate(engine, [prompt], NUM_TOKENS, f"{name}{index}-", salt=f"tenant-{index}")
+                assert tokens_of(outputs) == expected[index]
+        engine.scheduler.check_integrity()
+        hits[second_tier] = sum(
+            generate(engine, [prompt], 1, f"again{index}-", salt=f"tenant-{index}")[0][0].num_cached_tokens
+            for index, prompt in enumerate(PROMPTS)
+        )
+    assert hits[kind] == sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
+    assert hits["none"] < hits[kind]
+
+
+def test_public_system_message_is_shared_by_tenants_and_what_follows_is_not(tiny_llama: Path) -> None:
+    text = "Answer only from the handbook."
+    engine = load(tiny_llama, public_prefixes=(text,))
+    chat = ChatTokenizer.from_path(tiny_llama)
+    prompt = chat.encode_chat([{"role": "system", "content": text}, {"role": "user", "content": "How many days?"}])
+    (public,) = engine.scheduler.kv_cache_manager.public_prefixes
+    first, second, again = (
+        generate(engine, [prompt], 4, f"{place}-{salt}-", salt=salt)[0]
+        for place, salt in enumerate(("acme", "globex", "globex"))
+    )
+    assert first[0].num_cached_tokens == 0
+    assert second[0].num_cached_tokens == len(public) // 4 * 4
+    assert again[0].num_cached_tokens == (len(prompt) - 1) // 4 * 4
+    assert tokens_of(first) == tokens_of(second) == tokens_of(again) == greedy(engine, prompt, 4)
 
 
 def test_another_tenant_does_not_hit_and_gets_the_same_tokens(tiny_llama: Path, expected: list[list[int]]) -> None:
