@@ -155,6 +155,17 @@ def test_schemas_and_free_text_share_a_batch(engine: LLMEngine) -> None:
         assert json.loads(text_of(outputs[f"r{index}"])).keys() == {"name", "age"}
 
 
+def test_choices_of_one_prompt_share_its_blocks(tmp_path: Path) -> None:
+    engine = load_engine(write_tiny_model(tmp_path / "tiny"))
+    for choice in range(4):
+        params = SamplingParams(seed=choice, max_tokens=5, ignore_eos=True)
+        engine.add_request(make_request_of(f"r{choice}", PROMPT, params))
+    outputs = run_to_end(engine)
+    num_cached = [outputs[f"r{choice}"][0].num_cached_tokens for choice in range(4)]
+    assert num_cached == [0, *[(len(PROMPT) - 1) // 8 * 8] * 3]
+    assert len({tuple(tokens_of(outputs[f"r{choice}"])) for choice in range(4)}) == 4
+
+
 def test_schema_that_cannot_be_followed_is_refused_on_arrival(engine: LLMEngine) -> None:
     with pytest.raises(GrammarError, match="Invalid type: foo"):
         ask(engine, SamplingParams(json_schema='{"type":"foo"}'))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from factories_gateway import RunningGateway, missing_models, running_gateway
 from openai.types.chat import ChatCompletionMessageParam
@@ -111,12 +112,34 @@ def test_answer_follows_the_schema(client: openai.OpenAI, stream: bool) -> None:
     assert json.loads(text).keys() == {"name", "age"}
 
 
-def test_json_mode_gives_an_object(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=ADA, temperature=0, max_tokens=300, response_format={"type": "json_object"}
+class Person(pydantic.BaseModel):
+    """What the client's own parser wants."""
+
+    name: str
+    age: int
+    nickname: str | None
+    hobbies: list[str] = pydantic.Field(max_length=2)
+
+
+def test_answer_is_parsed_by_the_clients_own_helper(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=ADA, temperature=0, max_tokens=200, response_format=Person
     )
-    assert answer.choices[0].finish_reason == "stop"
-    assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+    person = answer.choices[0].message.parsed
+    assert isinstance(person, Person)
+    assert len(person.hobbies) <= 2
+
+
+def test_json_mode_gives_objects_where_the_model_comes_to_an_end(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Answer with a very short JSON object."}]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=messages, n=8, seed=1, max_tokens=120, response_format={"type": "json_object"}
+    )
+    texts = [choice.message.content or "" for choice in answer.choices]
+    assert all(text.lstrip().startswith("{") for text in texts)
+    ended = [text for text, choice in zip(texts, answer.choices, strict=True) if choice.finish_reason == "stop"]
+    assert ended
+    assert all(isinstance(json.loads(text), dict) for text in ended)
 
 
 def test_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> None:
