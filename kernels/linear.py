@@ -94,11 +94,33 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     """
     assert x.dtype == weight.dtype, f"x is {x.dtype}, weight is {weight.dtype}"
     if isinstance(weight, PackedWeight):
-        return _linear_native(x, weight, bias)
+        y = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype)
+        _linear_native(x, weight, bias, None, y)
+        return y
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+def linear_add_(
+    residual: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add ``linear(x, weight, bias)`` to ``residual``, in place and with one rounding where the kernel is our own.
+
+    Args:
+        residual: (num_tokens, out_features), dtype of ``x``.
+
+    Returns:
+        ``residual``.
+    """
+    if not isinstance(weight, PackedWeight) or not residual.is_contiguous():
+        residual += linear(x, weight, bias)
+        return residual
+    assert x.dtype == weight.dtype == residual.dtype, f"x is {x.dtype}, weight {weight.dtype}, sum {residual.dtype}"
+    assert residual.shape == (x.shape[0], weight.out_features), f"residual {tuple(residual.shape)}, x {tuple(x.shape)}"
+    _linear_native(x, weight, bias, residual, residual)
+    return residual
 
 
 def linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -164,18 +186,24 @@ def _pack_int8(kernels: NativeKernels, weight: torch.Tensor) -> PackedWeight:
     return PackedWeight(kernels, "int8", data, in_features, out_features, weight.dtype, scales, sums)
 
 
-def _linear_native(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear_native(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
     assert x.shape == (x.shape[0], weight.in_features), f"x {tuple(x.shape)} for {weight.in_features} features"
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous()), "bias must be contiguous, in dtype of x"
     if x.stride(1) != 1:
         x = x.contiguous()
-    y = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype)
     arguments = LinearArgs(
         x=x.data_ptr(),
         weight=weight.data.data_ptr(),
         scales=None if weight.scales is None else weight.scales.data_ptr(),
         sums=None if weight.sums is None else weight.sums.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
+        addend=None if addend is None else addend.data_ptr(),
         y=y.data_ptr(),
         num_rows=x.shape[0],
         x_stride=x.stride(0),
@@ -185,4 +213,3 @@ def _linear_native(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | N
         num_threads=torch.get_num_threads(),
     )
     weight.kernels.call(f"linear_{weight.kind}", arguments)
-    return y

@@ -17,7 +17,7 @@ from engine.cpu_runtime import lazy_zeros
 from engine.model_spec import Activation, ModelSpec
 from engine.rope_spec import RopeSpec
 from kernels.gelu_mul import gelu_tanh_mul
-from kernels.linear import Quantization, Weight, linear, pack_weight
+from kernels.linear import Quantization, Weight, linear, linear_add_, pack_weight
 from kernels.silu_mul import silu_mul
 
 WeightSlots = dict[str, torch.Tensor]
@@ -41,6 +41,10 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, in_features). Returns (num_tokens, sum of out_features)."""
         return linear(x, self.weight, self.bias)
+
+    def add_to_(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the projections of ``x`` to ``residual``, (num_tokens, sum of out_features), in place; returns it."""
+        return linear_add_(residual, x, self.weight, self.bias)
 
     def pack(self, quantization: Quantization = "none") -> None:
         """Lay the filled weights out for the processor; ``slots`` is of no use afterwards."""
@@ -76,6 +80,10 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, hidden_size). Returns the same shape."""
         return self.down(self._gate(self.gate_up(x)))
+
+    def add_to_(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the output for ``x`` to ``residual``, in place; returns it."""
+        return self.down.add_to_(residual, self._gate(self.gate_up(x)))
 
     def pack(self, quantization: Quantization) -> None:
         """Lay the filled weights out for the processor."""

@@ -63,8 +63,8 @@ class LlamaLayer:
         attended = self.attention.attend(rms_norm(residual, self.input_norm, self.eps), tables, kv_cache, metadata)
         if output_rows is not None:
             residual, attended = residual[output_rows], attended[output_rows]
-        residual += self.mlp(add_rms_norm_(residual, self.attention.o(attended), self.post_norm, self.eps))
-        return residual
+        x = add_rms_norm_(residual, self.attention.o(attended), self.post_norm, self.eps)
+        return self.mlp.add_to_(residual, x)
 
 
 class LlamaForCausalLM(DecoderModel):

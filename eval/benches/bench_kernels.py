@@ -42,6 +42,7 @@ LENGTHS = (512, 2048, 4096, 7900)
 OURS = "firsttoken bf16"
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 9, 3, 64, 16
 _GEMM_SHAPE = (2048, 576, 2048)
+_LONG = 4096
 _DECODE_CONTEXT, _DECODE_TOKENS = 512, 32
 
 
@@ -115,10 +116,10 @@ def compare(
         num_tokens: length of the prompt or context, for the record.
         batch_size: for the record.
         computed_tokens: tokens that rates are formed with.
-        num_rounds: after one that warms up.
+        num_rounds: after one that warms up, which prompts that take seconds do without.
     """
     seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
-    for round_index in range(num_rounds + 1):
+    for round_index in range(0 if computed_tokens < _LONG else 1, num_rounds + 1):
         turn = round_index % len(engines)
         for engine in (*engines[turn:], *engines[:turn]):
             taken = measure(engine)
@@ -256,7 +257,8 @@ def run(console: Console, kernels: NativeKernels, options: "Options", openvino: 
             decode.append(
                 compare(
                     [engine for engine in engines if "steps of" not in engine.name],
-                    lambda engine, size=batch_size: engine.decode(size, _DECODE_CONTEXT, _DECODE_TOKENS),  # type: ignore[misc]
+                    lambda engine, size=batch_size: engine.decode(size, _LONG = 4096
+_DECODE_CONTEXT, _DECODE_TOKENS),  # type: ignore[misc]
                     num_tokens=_DECODE_CONTEXT,
                     batch_size=batch_size,
                     computed_tokens=batch_size * _DECODE_TOKENS,
@@ -280,7 +282,7 @@ def run(console: Console, kernels: NativeKernels, options: "Options", openvino: 
 
 def _rounds(num_tokens: int, options: "Options") -> int:
     """Fewer of what takes long."""
-    return max(3, min(options.max_rounds, 8192 // num_tokens))
+    return max(2, min(options.max_rounds, 8192 // num_tokens))
 
 
 def _print_attention(console: Console, result: AttentionResult) -> None:

@@ -77,7 +77,8 @@ class LinearArgs(ctypes.Structure):
     """``FtLinear`` of abi.h."""
 
     _fields_ = _fields(
-        "p x, weight, scales, sums, bias, y; i64 num_rows, x_stride, in_features, out_features; i32 dtype, num_threads"
+        "p x, weight, scales, sums, bias, addend, y; i64 num_rows, x_stride, in_features, out_features;"
+        "i32 dtype, num_threads"
     )
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from factories_kernels import get_kernels
 
-from kernels.linear import PackedWeight, linear, linear_int8_ref, linear_ref, pack_weight
+from kernels.linear import PackedWeight, Quantization, linear, linear_add_, linear_int8_ref, linear_ref, pack_weight
 from kernels.native.library import ISAS, using_kernels
 from kernels.rms_norm import add_rms_norm_, rms_norm, rms_norm_ref
 from kernels.rotary import rotary_tables
@@ -167,6 +167,26 @@ def test_bf16_product_of_our_own_errs_at_most_twice_as_much_as_plain_torch(
     assert actual.shape == (num_tokens, out_features)
     if num_tokens:
         _assert_error_at_most_twice(actual, F.linear(x, weight, bias), linear_ref(x, weight, bias))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "out_features"), [(1, 33), (50, 100), (7, 64)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_product_is_added_in_place(
+    quantization: Quantization, dtype: torch.dtype, num_tokens: int, out_features: int, has_bias: bool
+) -> None:
+    get_kernels()
+    x, weight = torch.randn(num_tokens, 70).to(dtype), torch.randn(out_features, 70).to(dtype)
+    bias = torch.randn(out_features).to(dtype) if has_bias else None
+    packed = pack_weight(weight, quantization)
+    residual = torch.randn(num_tokens, out_features).to(dtype)
+    expected = residual.float() + linear(x, packed, bias).float()
+    actual = linear_add_(residual, x, packed, bias)
+    assert actual is residual
+    # the product alone was rounded once, the sum here once
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("isa", ISAS)

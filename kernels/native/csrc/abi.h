@@ -73,13 +73,14 @@ struct FtSiluMul {
   int32_t num_threads;
 };
 
-// y = x W^T + bias. The weight is packed by the same build: bf16 pairs, or int8 quadruples with a scale per channel.
+// y = x W^T + bias + addend. The weight is packed by the same build: bf16 pairs, or int8 quadruples with a scale per channel.
 struct FtLinear {
   const void* x;       // (num_rows, in_features), bf16 or fp32 (int8 weights)
   const void* weight;  // packed
   const float* scales;  // (out_features padded), int8 only
   const int32_t* sums;  // (out_features padded), int8 only: sum of each channel's weights
   const void* bias;     // (out_features), dtype of x, or null
+  const void* addend;   // (num_rows, out_features), contiguous, dtype of x, or null; may be y itself
   void* y;              // (num_rows, out_features), contiguous, dtype of x
   int64_t num_rows, x_stride, in_features, out_features;
   int32_t dtype;

@@ -46,6 +46,7 @@ FT_INLINE void linear_tile(const FtLinear& args, int64_t row, int64_t panel) {
   const bf16* x = static_cast<const bf16*>(args.x) + row * args.x_stride;
   const bf16* bias = static_cast<const bf16*>(args.bias);
   bf16* y = static_cast<bf16*>(args.y) + row * args.out_features;
+  const bf16* addend = args.addend ? static_cast<const bf16*>(args.addend) + row * args.out_features : nullptr;
   vf sums[kRows][kTileVectors] = {};
   {
     const bf16* rows[kRows];
@@ -74,12 +75,16 @@ FT_INLINE void linear_tile(const FtLinear& args, int64_t row, int64_t panel) {
     const int64_t column = first + v * kLanes, rest = args.out_features - column;
     if (rest >= kLanes) {
       const vf added = bias ? load(bias + column) : vf{};
-      for (int r = 0; r < kRows; ++r) store(y + r * args.out_features + column, sums[r][v] + added);
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t at = r * args.out_features + column;
+        store(y + at, addend ? sums[r][v] + added + load(addend + at) : sums[r][v] + added);
+      }
     } else if (rest > 0) {
       for (int r = 0; r < kRows; ++r)
         for (int64_t lane = 0; lane < rest; ++lane)
           store_one(y + r * args.out_features + column + lane,
-                    sums[r][v][lane] + (bias ? to_float(bias[column + lane]) : 0.0f));
+                    sums[r][v][lane] + (bias ? to_float(bias[column + lane]) : 0.0f) +
+                        (addend ? to_float(addend[r * args.out_features + column + lane]) : 0.0f));
     }
   }
 }

@@ -123,6 +123,7 @@ FT_INLINE void int8_tile(const FtLinear& args, const uint32_t* x, const float* x
   const uint32_t* weight = static_cast<const uint32_t*>(args.weight) + panel * steps * kInt8Panel;
   const T* bias = static_cast<const T*>(args.bias);
   T* y = static_cast<T*>(args.y) + row * args.out_features;
+  const T* addend = args.addend ? static_cast<const T*>(args.addend) + row * args.out_features : nullptr;
   vi sums[kRows][kTileVectors] = {};
   const uint32_t* rows = x + row * steps;
 #pragma GCC unroll 2
@@ -143,13 +144,17 @@ FT_INLINE void int8_tile(const FtLinear& args, const uint32_t* x, const float* x
     const vi correction = load_as<vi>(args.sums + column) * kZeroPoint;
     const vf scale = load(args.scales + column);
     for (int r = 0; r < kRows; ++r) {
-      const vf value = __builtin_convertvector(sums[r][v] - correction, vf) * (scale * x_scales[row + r]);
-      T* target = y + r * args.out_features + column;
-      if (rest >= kLanes)
-        store(target, bias ? value + load(bias + column) : value);
-      else
+      vf value = __builtin_convertvector(sums[r][v] - correction, vf) * (scale * x_scales[row + r]);
+      const int64_t at = r * args.out_features + column;
+      if (rest >= kLanes) {
+        if (bias) value += load(bias + column);
+        if (addend) value += load(addend + at);
+        store(y + at, value);
+      } else {
         for (int64_t lane = 0; lane < rest; ++lane)
-          store_one(target + lane, value[lane] + (bias ? to_float(bias[column + lane]) : 0.0f));
+          store_one(y + at + lane, value[lane] + (bias ? to_float(bias[column + lane]) : 0.0f) +
+                                       (addend ? to_float(addend[at + lane]) : 0.0f));
+      }
     }
   }
 }
