@@ -50,7 +50,7 @@ _FIGURE = r"[-+−]?\d+(?:[.,:'’/×x-]\d+){0,8}"
 _PERIOD = r"(?:\s+(?:in the (?:early )?(?:morning|afternoon|evening)|at (?:night|noon)|tonight|sharp))?"
 _CJK_NUMERAL = "〇零一二三四五六七八九十百千万萬亿億两兩"
 _CJK_UNIT = (
-    r"(?:年|月|日|号|號|時|时|点|點|分|秒|元|円|块|塊|人|位|个|個|件|台|本|歳|岁|歲|公里|米|公斤|克|度|次|回|天|周|週|间|間|层|層|楼"
+    r"(?:年|月|日|号|號|時|时|点|點|分|秒|元|円|块|塊|人|名|位|个|個|件|台|张|枚|杯|套|册|冊|晚|泊|室|本|歳|岁|歲|公里|米|公斤|克|度|次|回|天|周|週|间|間|层|層|楼"
     r"|階|页|頁|章|条|項|项|号线|%|％)"
 )
 
@@ -90,6 +90,15 @@ _TABLE: tuple[tuple[FactKind, str, str], ...] = (
                  r"|今天|明天|昨天|后天|後天|前天|今日|明日|昨日|明後日|来週|先週|今週|下周|下週|上周|上週|下个月|来月|先月|明年"
                  r"|去年|来年", "漢"),
         ("time", rf"(?:上午|下午|早上|晚上|凌晨|午前|午後|夜)?[\d{_CJK_NUMERAL}]{{1,3}}[点點時时](?:半|[\d{_CJK_NUMERAL}]{{1,3}}分)?", "漢"),
+        ("time", r"(?:halb|viertel (?:nach|vor|acht)) \w+|\ba las? \w+(?: y (?:media|cuarto|\w+)| menos cuarto)|в половине \w+|\bполов\w+ \w+ого\b", "hal vie las la пол"),
+        ("date", r"(?:\d{2,4}년\s?)?\d{1,2}월(?:\s?\d{1,2}일)?(?:\s?\(?[월화수목금토일](?:요일\)?|\)))?|\d{4}년|[월화수목금토일]요일"
+                 r"|오늘|내일|모레|어제|(?:이번|다음|지난)\s?(?:주|달|해)|내년|작년", "漢"),
+        ("time", r"(?:(?:오전|오후|아침|저녁|밤|새벽)\s?)?(?<!\d)\d{1,2}(?:시(?!간)(?:\s?\d{1,2}분|\s?반)?|:\d\d)|정오|자정", "漢"),
+        ("price", r"(?:\d[\d,.]*\s?(?:억|만|천)?|[일이삼사오육칠팔구십백천만]{2,})\s?(?:원|달러|유로|엔)", "漢"),
+        ("number", r"(?:\d[\d,.]*|(?<!\w)(?:한|두|세|네|다섯|여섯|일곱|여덟|아홉|열))\s?(?:명|개월|개|대|잔|권|장|마리|박|층|호실|호|번|시간|분|일|주|년|살|세|인분|퍼센트)", "漢"),
+        ("name", r"[가-힣]{2,4}(?=\s?(?:씨|님|선생님|과장|부장|대리|사장))|[가-힣]{1,8}(?:역|공항|호텔|대학교|병원)(?=[에은는이가을를의,.\s]|$)", "漢"),
+        ("name", r"[\u4e00-\u9fff]{1,4}(?:さん|様|氏|部長|課長|社長)|[\u4e00-\u9fff]{1,3}(?:先生|女士|小姐|经理|老师)"
+                 r"|(?<=我叫)[\u4e00-\u9fff]{2,4}|(?<=联系人)[是：:]?[\u4e00-\u9fff]{2,4}", "漢"),
         ("price", rf"(?:[$€£¥₽₹￥]|\b(?:USD|EUR|GBP|CHF|RMB|US\$)) ?{_FIGURE}(?: ?(?:k|m|million|billion|Mio)\b)?"
                   r"(?: (?:per|a|an|each|pro|al|por|в) \w+)?", "0"),
         ("price", rf"{_FIGURE}(?: (?:million|thousand|millionen|тыс\.?|млн))? ?(?:[$€£¥₽₹￥]|(?:dollars?|euros?|pounds?|yen"
@@ -98,10 +107,11 @@ _TABLE: tuple[tuple[FactKind, str, str], ...] = (
         ("number", r"\+?\(?\d{2,4}\)?(?:[ -]\d{2,5}){1,5}(?!\d)", "0"),
         ("number", rf"(?<![\d{_CJK_NUMERAL}])[\d{_CJK_NUMERAL}]{{1,15}}(?:[.,]\d+)?(?:多|余|餘)?{_CJK_UNIT}", "漢"),
         ("number", rf"(?<![\w.]){_FIGURE}%?(?: ?(?!\b(?:and|or|at|on|in|to|of|for|the|is|are|und|oder|y|o|и)\b)"
-                   rf"(?![{DENSE}])[^\W\d_]+)?", "0"),
+                   rf"(?![{DENSE}가-힣])[^\W\d_]+)?", "0"),
         ("number", rf"\b{_COUNT} (?!(?:of|and|or|to|in|the|is)\b)[^\W\d_]+", _COUNTS),
         ("number", r"\d+(?:[.,]\d+)*", "0"),
-        ("identifier", rf"(?<![\w-])(?=[^\s{DENSE}]*\d)(?=[^\s{DENSE}]*[^\W\d_])[^\W_]+(?:[-_.:#/][^\W_]+)*(?![\w])", "0"),
+        ("identifier", rf"(?<![\w-])(?=[^\s{DENSE}]*\d)(?=[^\s{DENSE}가-힣]*(?![{DENSE}가-힣])[^\W\d_])(?:(?![{DENSE}가-힣])[^\W_])+"
+                       rf"(?:[-_.:#/](?:(?![{DENSE}가-힣])[^\W_])+)*(?![^\W{DENSE}가-힣])", "0"),
         ("identifier", r"\b[^\W\d_]+(?:_[^\W_]+)+\b|(?<![\w.])--?[a-z][\w-]+\b|`[^`\n]{1,80}`|#\d+", ""),
 
 )
@@ -144,6 +154,7 @@ FORBIDS = re.compile(
     r"|\b(?:no|nunca|jamás)\s+(?:lo |la |los |las |me |le |se |te )?[^\W\d_]+(?:as|es|a|e|an|en|ar|er|ir)\b|\b(?:prohibido"
     r"|bajo ningún concepto|de ahora en adelante|sin (?:preguntar|permiso))\b"
     r"|\b(?:не|никогда не|нельзя|ни в коем случае|запрещено|запрещаю|больше не|с этого момента)\s+[^\W\d_]+"
+    r"|\b(?:a partir de ahora|отныне)\b|지\s*(?:마세요|마십시오|마라|말아|말고|마\b)|(?:안|않)\s?(?:됩니다|돼|된다)|금지|절대로?\s|앞으로는|이제부터"
     r"|\bne\s+[^\W\d_]+\s+(?:pas|jamais|rien)\b|\bn['’][^\W\d_]+\s+(?:pas|jamais)\b|\b(?:interdit|désormais)\b"
     r"|不要|不得|不许|不許|不准|不能|不可|禁止|切勿|请勿|請勿|勿|别(?:再|把|去|动|改|删|用|发|碰|忘)|別(?:再|把|去|動|改|刪|用)|千万别|严禁|从现在起|以后都"
     r"|(?:し|ら|か|さ|ま|べ|え|け|げ|せ|て|め|れ|触)?ない(?:で(?:ください|下さい|くれ|ね)?|こと)|してはいけ|てはならな|ては(?:だめ|ダメ)|禁止|絶対に|今後は",
@@ -154,15 +165,18 @@ DECIDES = re.compile(
     r"|(?:i|we)['’]?(?:ll| will) (?:take|go with|use|stick with)|decision|it is decided|go(?:ing)? with"
     r"|(?:agreed|approved|confirmed|signed off|final)(?:\b(?= (?:on|to|by|that|with|:)))|instead of|changed? my mind"
     r"|actually,|correction|scratch that|(?:no|sorry|wait),? (?:i mean|make (?:it|that))|make (?:it|that) \w+ instead"
+    r"|haben (?:uns|wir uns)[^.!?]{1,80}entschieden|lieber (?:um|am|im|den|die|das)|лучше (?:в|на|завтра)"
     r"|wir (?:haben )?(?:entschieden|beschlossen|nehmen)|ich nehme|entscheidung|stattdessen|korrektur|doch lieber"
     r"|(?:hemos )?decid(?:ido|imos|í)|acordamos|en su lugar|mejor (?:el|la|a las)|corrección|me quedo con"
     r"|решили|решил[аи]?|договорились|вместо этого|исправление|поправка|выбираю|берём|décid[ée]|plutôt)\b"
-    r"|决定|決定|选定|選定|就用|就选|确定用|改成|改为|改為|更正|而不是|同意|に決め|にします|に変更|訂正|やっぱり|合意",
+    r"|决定|決定|选定|選定|就用|就选|确定用|改成|改为|改為|更正|而不是|同意|に決め|にします|に変更|訂正|やっぱり|合意"
+    r"|결정했|결정하|확정|기로\s?(?:했|하)|변경해|바꿔|바꾸|대신|로 할게요|정정",
     re.IGNORECASE,
 )
 NEGATION = re.compile(
     r"\b(?:no|not|never|none|neither|nor|without|cannot|[^\W\d_]+n['’]t|nicht|kein(?:e[nmrs]?)?|nie(?:mals)?|ohne|nunca|jamás"
     r"|sin|tampoco|ningun[oa]?|ningún|не|нет|ни|без|никогда|pas|jamais|sans|aucune?)\b"
+    r"|않|없(?=[다어습는음])|(?<!\w)(?:안|못)(?=\s)"
     r"|不|没|沒|無|无|未|非|ない|ません|なかった|ず(?=に)",
     re.IGNORECASE,
 )
@@ -170,7 +184,7 @@ SMALL_TALK = re.compile(
     r"\b(?:no (?:problem|thanks|thank|worries|doubt|idea|need|way|more help|that|it|i|,)|not (?:really|sure|only|at the moment|now|much|bad)"
     r"|don['’]?t (?:know|think|worry|mind|need|have any)|do not (?:know|need|worry|mind)|can['’]?t (?:wait|believe|imagine|help)|isn['’]?t it"
     r"|didn['’]?t (?:know|you)|why (?:not|don)|won['’]?t you|nothing else|keine? (?:ahnung|problem|sorge)|no (?:hay problema|gracias|sé))"
-    r"|не за что|нет проблем|没问题|沒問題|没关系|不客气|不好意思|不错|不過|不过",
+    r"|문제없|괜찮|별말씀|не за что|нет проблем|没问题|沒問題|没关系|不客气|不好意思|不错|不過|不过",
     re.IGNORECASE,
 )  # fmt: skip
 CLAUSE_END = re.compile(r"[,;:.!?\n。！？；，、]|\s[-–—]\s")

@@ -130,3 +130,17 @@ def test_a_cut_summary_ends_with_its_last_whole_sentence() -> None:
     assert whole_sentences("They booked 2 rooms. The price is") == "They booked 2 rooms."
     assert whole_sentences("他们订了房间。价格是") == "他们订了房间。"
     assert whole_sentences("No end at all") == "No end at all"
+
+
+async def test_the_answer_says_how_many_turns_were_summarised_and_at_what_size() -> None:
+    body = make_body(messages=[*chat(), user("And now?")], firsttoken={"max_input_tokens": 1200})
+    async with AsyncTestClient(make_app()) as http:
+        response = await http.post("/v1/chat/completions", json=body, headers=bearer(ACME_KEY))
+        receipt = await http.get(
+            f"/v1/receipts/{response.json()['firsttoken']['receipt_id']}", headers=bearer(ACME_KEY)
+        )
+    extension = response.json()["firsttoken"]
+    turns = [turn for turn in receipt.json()["turns"] if turn["action"] == "summarised"]
+    assert extension["turns_summarised"] == len(turns) > 10
+    assert extension["prompt_tokens"] <= 1200 < extension["original_prompt_tokens"]
+    assert all(0 < turn["tokens_after"] < turn["tokens_before"] for turn in turns)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from reducer.ledger import Fact, find_facts, missing_facts
+from reducer.ledger import Fact, find_facts, missing_facts, nested_keys, statement_key
 from reducer.stage import Span
 
 
@@ -26,6 +26,12 @@ def texts(text: str, role: str = "user") -> set[str]:
         ("Встреча 5 марта в 14:30, цена 300 рублей.", {"5 марта", "14:30", "300 рублей"}),
         ("会议在3月5日下午三点，预算是两千元。", {"3月5日", "下午三点", "两千元"}),
         ("会議は3月5日午後3時、予算は5万円です。", {"3月5日", "午後3時", "5万円"}),
+        ("3월 5일 오후 3시에 김민수 씨와, 2명.", {"3월 5일", "오후 3시", "김민수", "2명"}),
+        ("서울역에서 만나요. 예산은 5만 원입니다.", {"서울역", "5만 원"}),
+        ("田中さんと3名、5月3日午後7時30分。", {"田中さん", "3名", "5月3日", "午後7時30分"}),
+        ("Wir kommen um halb acht.", {"halb acht"}),
+        ("Nos vemos a las tres y media.", {"a las tres y media"}),
+        ("Встретимся в половине восьмого.", {"в половине восьмого"}),
         ("We run three times a week, and met a few years ago.", {"three times a week", "a few years ago"}),
     ],
 )  # fmt: skip
@@ -45,6 +51,10 @@ def test_figures_dates_names_and_identifiers_in_many_languages(text: str, facts:
         "不要推送，也不要开PR。",
         "プッシュしないでください。",
         "From now on answer in French.",
+        "푸시하지 마세요.",
+        "앞으로는 한국어로만 답해 주세요.",
+        "A partir de ahora responde en español.",
+        "Отныне отвечай по-русски.",
     ],
 )
 def test_what_the_user_forbids_is_one_fact_with_both_halves(text: str) -> None:
@@ -65,7 +75,16 @@ def test_small_talk_is_no_fact(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["We decided on PostgreSQL.", "Let's go with the blue one.", "决定用蓝色的。", "Wir haben beschlossen zu warten."],
+    [
+        "We decided on PostgreSQL.",
+        "Let's go with the blue one.",
+        "决定用蓝色的。",
+        "Wir haben beschlossen zu warten.",
+        "Wir haben uns für PostgreSQL entschieden.",
+        "우리는 파란색으로 결정했습니다.",
+        "Лучше в шесть часов.",
+        "赤に決めました。",
+    ],
 )
 def test_decisions_are_pinned(text: str) -> None:
     assert stated(text)[0] == ("decision", text)
@@ -105,3 +124,34 @@ def test_long_text_takes_linear_time() -> None:
         started = time.process_time()
         find_facts(unit * (40_000 // len(unit)), "user")
         assert time.process_time() - started < 60, unit
+
+
+@pytest.mark.parametrize("text", ["You never shy away from a challenge.", "I'm here and they never quit."])
+def test_praise_and_reports_forbid_nothing(text: str) -> None:
+    assert "prohibition" not in {kind for kind, _ in stated(text)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("on March 9th", "on the 9th of March", True),
+        ("on March 9th", "on March 19th", False),
+        ("on March 9th", "on March 9th, 2024", False),
+        ("at 6 pm", "at 6:00 pm", True),
+        ("at 6 pm", "at 6 am", False),
+    ],
+)
+def test_one_date_or_time_written_in_two_ways_is_one_statement(one: str, other: str, is_same: bool) -> None:
+    keys = [{statement_key(fact) for fact in find_facts(text, "user")} for text in (one, other)]
+    assert (keys[0] == keys[1]) is is_same
+
+
+def test_a_name_states_the_names_inside_it() -> None:
+    (fact,) = [fact for fact in find_facts("We saw Falcons vs Rams at Chase Field.", "user") if fact.kind == "name"]
+    assert {"chase field", "falcons vs rams"} <= set(nested_keys(fact))
+    assert nested_keys(Fact("number", 0, 1, "7 large boxes")) == []
+
+
+def test_lone_capitals_are_names_where_a_record_goes_on() -> None:
+    assert stated("Atherton") == []
+    assert [fact.kind for fact in find_facts("Atherton", "user", is_extract=True)] == ["name"]
