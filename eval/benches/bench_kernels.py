@@ -257,8 +257,7 @@ def run(console: Console, kernels: NativeKernels, options: "Options", openvino: 
             decode.append(
                 compare(
                     [engine for engine in engines if "steps of" not in engine.name],
-                    lambda engine, size=batch_size: engine.decode(size, _LONG = 4096
-_DECODE_CONTEXT, _DECODE_TOKENS),  # type: ignore[misc]
+                    lambda engine, size=batch_size: engine.decode(size, _DECODE_CONTEXT, _DECODE_TOKENS),  # type: ignore[misc]
                     num_tokens=_DECODE_CONTEXT,
                     batch_size=batch_size,
                     computed_tokens=batch_size * _DECODE_TOKENS,
