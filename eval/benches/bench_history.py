@@ -12,9 +12,11 @@ when a client goes on with compacted messages and they are compacted again, six 
 
 import itertools
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +48,13 @@ from reducer.template import message_text
 from reducer.turns import Turn, read_turn
 
 SETS = ("sgd-history", "locomo-history")
-BUDGETS = (0.2, 0.3, 0.4)
+BUDGET = 0.3
 OURS = "firsttoken"
 ARMS = (OURS, "last turns", "bm25 turns", "one selection", "oracle turns")
 BASELINES = ("last turns", "bm25 turns")
 BLOCK_TOKENS = 25
 """What ``one selection`` leaves for the block around its text."""
 RECENT_TURNS = 2
-ASKED_BUDGET = 0.3
-"""Budget of the probes that are asked, of the growing conversations and of the repeated compactions."""
 NUM_GROWN = 5
 NUM_COMPACTED = 20
 NUM_COMPACTIONS = 6
@@ -228,7 +228,8 @@ def one_selection(conversation: Conversation, counter: ChatTokenizer, room: int)
 class Bench:
     """Holds tokenizer and encoder; scores one set after the other."""
 
-    def __init__(self, seed: int, num_asked: int) -> None:
+    def __init__(self, budgets: Sequence[float], seed: int, num_asked: int) -> None:
+        self._budgets = budgets
         self._seed = seed
         self._num_asked = num_asked
         self._counter = ChatTokenizer.from_path(resolve_model("smollm2-135m-instruct"))
@@ -247,7 +248,7 @@ class Bench:
         for conversation in track(conversations, description=name, console=console):
             num_probes.append(len(conversation.probes))
             question = conversation.case.question
-            for budget in BUDGETS:
+            for budget in self._budgets:
                 room = int(budget * conversation.full)
                 started = time.perf_counter()
                 result = self._reduce(conversation.messages, conversation.fixed + room)
@@ -278,9 +279,9 @@ class Bench:
                 )
                 for (arm, budget), values in scores.items()
             ],
-            versus_best=[self._versus_best(scores, budget) for budget in BUDGETS],
+            versus_best=[self._versus_best(scores, budget) for budget in self._budgets],
             asked=[
-                Asked(arm=arm, budget=ASKED_BUDGET, answered=estimate(values, seed=self._seed))
+                Asked(arm=arm, budget=BUDGET, answered=estimate(values, seed=self._seed))
                 for arm, values in asked.items()
             ],
             growth=self._growth(conversations[:NUM_GROWN]),
@@ -292,7 +293,7 @@ class Bench:
         """Some probes as questions, evenly over the conversation."""
         cache = SummaryCache()
         step = max(len(conversation.probes) // self._num_asked, 1)
-        room = int(ASKED_BUDGET * conversation.full)
+        room = int(BUDGET * conversation.full)
         for probe in conversation.probes[::step][: self._num_asked]:
             messages = [*conversation.messages[:-1], {"role": "user", "content": probe.question}]
             fixed = self._counter.count_prompt([messages[0], messages[-1]])
@@ -308,7 +309,7 @@ class Bench:
         rewritten: list[int] = []
         for conversation in conversations:
             cache = SummaryCache()
-            limit = conversation.fixed + int(ASKED_BUDGET * conversation.full)
+            limit = conversation.fixed + int(BUDGET * conversation.full)
             records = [
                 record_of(self._reduce([*conversation.messages[:end], conversation.messages[-1]], limit, cache))
                 for end in range(1, len(conversation.messages))
@@ -327,7 +328,7 @@ class Bench:
         """Facts of the older turns that are in no form in the last prompt."""
         num_facts = num_lost = num_reported = 0
         for conversation in conversations:
-            limit = conversation.fixed + int(ASKED_BUDGET * conversation.full)
+            limit = conversation.fixed + int(BUDGET * conversation.full)
             system, question = conversation.messages[0], conversation.messages[-1]
             bounds = np.linspace(0, len(conversation.history), NUM_COMPACTIONS + 1).astype(int)
             sent: list[Mapping[str, Any]] = [system]
@@ -374,9 +375,14 @@ def record_of(result: ReductionResult) -> str:
     return ""
 
 
-def print_result(console: Console, result: Result) -> None:
+def run_set(dataset: Dataset, budgets: Sequence[float], seed: int, num_asked: int) -> SetResult:
+    """One set, in a process of its own."""
+    return Bench(budgets, seed, num_asked).run(dataset, Console(stderr=True))
+
+
+def print_result(console: Console, result: Result, budgets: Sequence[float]) -> None:
     """One table: probes answered in % by arm, set and budget."""
-    table = Table(title="probes answered in %, at " + " / ".join(f"{budget:.0%}" for budget in BUDGETS))
+    table = Table(title="probes answered in %, at " + " / ".join(f"{budget:.0%}" for budget in budgets))
     table.add_column("arm")
     for item in result.sets:
         table.add_column(f"{item.name}\n({item.num_cases} cases, {item.num_probes} probes)")
@@ -385,7 +391,7 @@ def print_result(console: Console, result: Result) -> None:
     table.add_section()
     for arm in (OURS, "bm25 turns"):
         table.add_row(
-            f"{arm}, probe asked, {ASKED_BUDGET:.0%}",
+            f"{arm}, probe asked, {BUDGET:.0%}",
             *(
                 " / ".join(f"{100 * cell.answered.mean:.1f}" for cell in item.asked if cell.arm == arm)
                 for item in result.sets
@@ -409,21 +415,21 @@ def _row(item: SetResult, arm: str) -> str:
 
 @click.command()
 @click.argument("data", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--budgets", default=str(BUDGET), show_default=True, help="Shares of the tokens, by comma.")
 @click.option("--limit", type=int, help="Most cases of a set; all by default.")
 @click.option("--asked", "num_asked", default=3, show_default=True, help="Probes of a case that are asked.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path))
-def main(data: Path, limit: int | None, num_asked: int, seed: int, output: Path | None) -> None:
+def main(data: Path, budgets: str, limit: int | None, num_asked: int, seed: int, output: Path | None) -> None:
     """Compare compacted histories with the usual ways to shorten a conversation."""
-    console = Console(stderr=True)
-    bench = Bench(seed, num_asked)
+    shares = [float(budget) for budget in budgets.split(",")]
     datasets = [read_dataset(data / f"{name}.jsonl.gz", limit=limit) for name in SETS]
     manifest = make_manifest(
         dataset=datasets[0],
         settings={
             "sets": list(SETS),
             "limit": limit,
-            "budgets": list(BUDGETS),
+            "budgets": shares,
             "asked": num_asked,
             "reducer": msgspec.to_builtins(ReducerConfig(min_prompt_tokens=0)),
         },
@@ -432,8 +438,10 @@ def main(data: Path, limit: int | None, num_asked: int, seed: int, output: Path 
         max_model_len=None,
         started_gateway=False,
     )
-    result = Result(manifest=manifest, sets=[bench.run(dataset, console) for dataset in datasets])
-    print_result(Console(width=160), result)
+    with ProcessPoolExecutor(len(datasets), multiprocessing.get_context("spawn")) as pool:
+        runs = [pool.submit(run_set, dataset, shares, seed, num_asked) for dataset in datasets]
+        result = Result(manifest=manifest, sets=[run.result() for run in runs])
+    print_result(Console(width=160), result, shares)
     encoded = msgspec.json.encode(result)
     if output is not None:
         output.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
