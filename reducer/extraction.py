@@ -1,6 +1,6 @@
 """Extraction: a passage that does not fit whole is cut to its units that say most about the question, verbatim.
 
-A unit is a sentence, a table row or a code line. A table's header row comes with any of its rows. One extractor serves
+A unit is a sentence, a table row or a code line. A table's header comes with any of its rows. One extractor serves
 one request: it scores the units of a passage once, however often the budget changes.
 """
 
@@ -13,8 +13,9 @@ from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
 from reducer.lexical import bm25_scores, words
 from reducer.rank import Query, knows_language, query_vector, scale_lexical, similarities
-from reducer.sentences import is_table, split_units
+from reducer.sentences import split_units
 from reducer.stage import Candidate, Span
+from reducer.table_rows import header_rows
 from reducer.template import GAP
 from reducer.tokens import TokenCounter
 
@@ -45,7 +46,8 @@ class _Units:
     """Units from the most to the least relevant."""
     num_tokens: dict[int, int]
     """Counted when first needed."""
-    header: int | None
+    headers: dict[int, tuple[int, ...]]
+    """For each table row the units of its header."""
 
 
 class Extractor:
@@ -69,24 +71,23 @@ class Extractor:
             units = self._units[candidate.passage.id] = self._score_units(text)
         chosen: set[int] = set()
         used = 0
-        if units.header is not None:
-            used = self._count(text, units, units.header)
-            if used > max_tokens:
-                return None
-            chosen.add(units.header)
         for unit in units.order:
             if max_tokens - used < 2:
                 break
             if unit in chosen:
                 continue
-            joins = (unit - 1 in chosen) + (unit + 1 in chosen)
-            # A new island costs a gap; filling the space between two islands takes one away.
-            gaps = self._num_gap_tokens * (1 - joins) if chosen else 0
-            num_tokens = self._count(text, units, unit)
-            if used + num_tokens + gaps <= max_tokens:
-                chosen.add(unit)
-                used += num_tokens + gaps
-        if not chosen or chosen == {units.header}:
+            added = [need for need in (*units.headers.get(unit, ()), unit) if need not in chosen]
+            num_tokens = 0
+            for need in added:
+                joins = (need - 1 in chosen) + (need + 1 in chosen)
+                # A new island costs a gap; filling the space between two islands takes one away.
+                num_tokens += self._count(text, units, need) + (self._num_gap_tokens * (1 - joins) if chosen else 0)
+                chosen.add(need)
+            if used + num_tokens <= max_tokens:
+                used += num_tokens
+            else:
+                chosen.difference_update(added)
+        if chosen <= {unit for header in units.headers.values() for unit in header}:
             return None
         return Extract(_merge([units.spans[unit] for unit in sorted(chosen)]), max(used, 1))
 
@@ -102,7 +103,7 @@ class Extractor:
         texts = [text[span.start : span.end] for span in spans]
         scores = self._scores(texts)
         order = sorted(range(len(spans)), key=lambda unit: (-float(scores[unit]), unit))
-        return _Units(spans, order, {}, 0 if len(spans) > 1 and is_table(text) else None)
+        return _Units(spans, order, {}, header_rows(text, texts))
 
     def _scores(self, texts: Sequence[str]) -> FloatArray:
         lexical = scale_lexical(bm25_scores([words(text) for text in texts], words(self._query.text)))

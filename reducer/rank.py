@@ -262,8 +262,13 @@ def _retriever_scores(candidates: Sequence[Candidate]) -> FloatArray | None:
     given = [c.passage.score for c in candidates if c.passage.score is not None]
     if not given:
         return None
-    low = min(given)
-    return np.asarray([low if c.passage.score is None else c.passage.score for c in candidates], dtype=np.float32)
+    # Scaled before it is narrowed: a score may be larger than a float32 holds, or differ by less than one tells apart.
+    largest = max(map(abs, given)) or 1.0
+    low, high = min(given) / largest, max(given) / largest
+    if high - low < 1e-9:
+        return np.ones(len(candidates), dtype=np.float32)
+    shares = [0.0 if c.passage.score is None else (c.passage.score / largest - low) / (high - low) for c in candidates]
+    return np.asarray(shares, dtype=np.float32)
 
 
 def searchable(candidate: Candidate) -> str:

@@ -1,7 +1,8 @@
 """The working state of one request on its way through the stages."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reducer.deadline import Deadline
@@ -75,7 +76,9 @@ class Run:
 
 
 def make_candidate(position: int, passage: Passage, counter: TokenCounter) -> Candidate:
-    """The passage as it enters the first stage, its tokens counted once."""
+    """The passage as it enters the first stage, its tokens counted once; a score that is no finite number is none."""
+    if passage.score is not None and not math.isfinite(passage.score):
+        passage = replace(passage, score=None)
     return Candidate(
         passage=passage,
         position=position,

@@ -5,6 +5,7 @@ identifier, an abbreviation or a quotation that closes soon; where nothing says 
 """
 
 import re
+from itertools import pairwise
 
 from reducer.stage import Span
 
@@ -39,6 +40,7 @@ _OPENING_QUOTES = {"“": "”", "「": "」", "『": "』", "«": "»", "„": 
 _CLAUSE = re.compile(r"[;:,、，；：]\s*|\s+")
 _DENSE = re.compile(r"[\u0e00-\u0e7f\u1100-\u11ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
 _UNSPACED = re.compile(r"[\u0e00-\u0e7f\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+_ROW = re.compile(r"(?m)^[^\S\n]*+\|[^\n]*\|[^\S\n]*$")
 _THAI_GAP = re.compile(r"(?<=[\u0e00-\u0e7f])[ \u200b]+(?=[\u0e00-\u0e7f\d\"“])")
 
 
@@ -96,7 +98,7 @@ def is_line_based(text: str) -> bool:
     """Whether lines, not sentences, are the units: code, tables, logs, JSON."""
     if "\n" not in text:
         return False
-    return is_code(text) or is_table(text)
+    return is_code(text) or column_mark(text) is not None
 
 
 def is_code(text: str) -> bool:
@@ -116,10 +118,23 @@ _CODE_START = re.compile(
 
 def is_table(text: str) -> bool:
     """Whether most lines hold the same kind of column marks."""
+    return column_mark(text) in _COLUMN_MARKS
+
+
+def column_mark(text: str) -> str | None:
+    """What stands between the columns of a text that is a table as a whole, or ``None``."""
     lines = [line for line in text[:4000].split("\n") if line.strip()]
     if len(lines) < 3:
-        return False
-    return any(sum(1 for line in lines if line.count(mark) >= 2) * 4 >= len(lines) * 3 for mark in ("|", "\t"))
+        return None
+    for mark in _COLUMN_MARKS:
+        if sum(1 for line in lines if line.count(mark) >= 2) * 4 >= len(lines) * 3:
+            return mark
+    # Two columns without bars at the edges, as a table in HTML becomes.
+    return _BAR if sum(1 for line in lines if line.count(_BAR) == 1) * 10 >= len(lines) * 9 else None
+
+
+_COLUMN_MARKS = ("|", "\t")
+_BAR = " | "
 
 
 def _line_ends(text: str) -> list[int]:
@@ -127,7 +142,7 @@ def _line_ends(text: str) -> list[int]:
 
 
 def _sentence_ends(text: str) -> list[int]:
-    quotes = _quotations(text)
+    quotes = _uncut(text)
     wrapped = is_wrapped(text)
     next_quote = 0
     ends: list[int] = []
@@ -147,9 +162,18 @@ def _sentence_ends(text: str) -> list[int]:
 
 
 def is_wrapped(text: str) -> bool:
-    """Whether line breaks are layout: often the next line goes on in small letters."""
-    starts = _LINE_STARTS.findall(text, 0, 20_000)
-    return sum(map(str.islower, starts)) * 10 >= 3 * len(starts) > 0
+    """Whether line breaks are layout: often the next line goes on in small letters.
+
+    Not so in a list of paths or names, one a line, nor in records that all begin with the same word.
+    """
+    sample = text[:20_000]
+    starts = _LINE_STARTS.findall(sample)
+    if not sum(map(str.islower, starts)) * 10 >= 3 * len(starts) > 0:
+        return False
+    lines = [line.split(None, 1) for line in sample.split("\n") if line.strip()]
+    num_single = sum(len(line) == 1 for line in lines)
+    num_alike = sum(line[0] == before[0] for before, line in pairwise(lines))
+    return 2 * max(num_single, num_alike) < len(lines)
 
 
 def _is_boundary(text: str, match: re.Match[str], last: int, wrapped: bool) -> bool:
@@ -169,6 +193,14 @@ def _is_boundary(text: str, match: re.Match[str], last: int, wrapped: bool) -> b
         return False
     mark = match.group("mark")
     return mark != "." or not _ABBREVIATION.search(text[max(last, match.start() - 12) : match.start() + 1])
+
+
+def _uncut(text: str) -> list[Span]:
+    """Where no sentence ends, in order: short quotations, and rows of tables in running text."""
+    spans = _quotations(text)
+    if "|" in text:
+        spans = sorted([*spans, *(Span(*match.span()) for match in _ROW.finditer(text))])
+    return spans
 
 
 def _quotations(text: str) -> list[Span]:

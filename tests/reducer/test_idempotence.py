@@ -11,7 +11,10 @@ passages are equally good and only one fits, their place in the request decides;
 import random
 from typing import Any
 
+import msgspec
 import pytest
+from factories_mixed import HARBOUR, make_mixed
+from factories_mixed import QUESTION as MIXED_QUESTION
 from factories_reducer import WordCounter, make_parts, reduce_parts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -156,6 +159,46 @@ def test_same_input_gives_the_same_over_200_shuffled_repeats(order: Any) -> None
         if order == "cache":
             # Labels follow the place in the prompt, so not a byte of it differs.
             assert result.messages == first.messages
+
+
+@pytest.mark.parametrize("limit", [300, 100_000])
+def test_mixed_passages_in_200_orders_give_the_same(limit: int) -> None:
+    rng = random.Random(limit)
+    passages = make_mixed()
+    parts = make_parts(MIXED_QUESTION, passages=passages, system="Answer from the documents.")
+    first = reduce_parts(parts, limit)
+    assert {"kept", "trimmed", "merged", "dropped"} == {decision.action for decision in first.documents}
+    kept = {decision.id for decision in first.documents if decision.label}
+    for _ in range(200):
+        rng.shuffle(passages)
+        result = reduce_parts(PromptParts(messages=parts.messages, passages=tuple(passages)), limit)
+        assert {decision.id for decision in result.documents if decision.label} == kept
+        assert outcome(result) == outcome(first)
+
+
+def test_mixed_request_gives_the_same_bytes_200_times() -> None:
+    history = [
+        {"role": role, "content": f"{role} says {n}: {HARBOUR}"} for n in range(6) for role in ("user", "assistant")
+    ]
+    parts = make_parts(MIXED_QUESTION, passages=make_mixed(), history=history, system="Answer from the documents.")
+    results = {msgspec.json.encode(msgspec.structs.replace(reduce_parts(parts, 900), stages=[])) for _ in range(200)}
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("limit", [120, 250, 600, 1500, 100_000])
+@pytest.mark.parametrize("num_turns", [0, 3, 30])
+def test_messages_of_a_result_reduced_again_are_the_same_bytes(limit: int, num_turns: int) -> None:
+    history = [
+        {"role": role, "content": f"Turn {n}: {HARBOUR[n * 7 : n * 7 + 200]}"}
+        for n in range(num_turns)
+        for role in ("user", "assistant")
+    ]
+    parts = make_parts(MIXED_QUESTION, passages=make_mixed(), history=history, system="Answer from the documents.")
+    first = reduce_parts(parts, limit)
+    again = reduce_parts(PromptParts(messages=tuple(first.messages)), limit)
+    assert msgspec.json.encode(again.messages) == msgspec.json.encode(first.messages)
+    assert again.prompt_tokens == again.original_prompt_tokens == first.prompt_tokens
+    assert {turn.action for turn in again.turns} <= {"kept"}
 
 
 def test_merged_passages_keep_one_label_and_all_sources() -> None:

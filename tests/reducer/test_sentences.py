@@ -61,6 +61,21 @@ def test_list_items_and_speakers_are_units() -> None:
     assert units("hello there\nBob: hi\nAnn: hey") == ["hello there\n", "Bob: hi\n", "Ann: hey"]
 
 
+def test_lists_and_records_in_small_letters_are_cut_at_their_lines() -> None:
+    paths = [f"src/module_{n}/file_{n}.py\n" for n in range(9)]
+    assert units("".join(paths)) == paths
+    records = [f"job {n} ended with state {n * 7}\n" for n in range(9)]
+    assert units("".join(records)) == records
+    prose = "the crane of the\nharbour lifted forty\ntons in its first\nyear."
+    assert units(prose) == [prose]
+
+
+def test_row_of_a_table_in_running_text_is_not_cut_at_its_sentences() -> None:
+    rows = ["| AX-1. Big one! New | 13 |\n", "| AX-2 | 16. 17 |\n"]
+    text = f"Prices rose. See:\n{''.join(rows)}They fell. Really."
+    assert units(text) == ["Prices rose. ", "See:\n", *rows, "They fell. ", "Really."]
+
+
 def test_table_rows_and_code_lines_stay_whole() -> None:
     table = "| part | price |\n|---|---|\n| bolt. Big | 3 |\n| nut | 4 |"
     assert is_table(table)
