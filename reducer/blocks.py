@@ -116,5 +116,5 @@ def _read_lines(body: str, *, names_speakers: bool) -> Iterator[BlockLine]:
                 last = line
             elif last is not None and not text.startswith(ASSISTANT_MARK):
                 line = last._replace(text=line.text)
-        if line.text:
+        if line.text and line.text != LEDGER_LABEL:
             yield line

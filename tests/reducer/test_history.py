@@ -362,6 +362,15 @@ def test_model_summary_keeps_the_ledger() -> None:
     assert {report.stage: report.degraded for report in result.stages}["history"] is None
 
 
+def test_a_models_summary_comes_back_as_a_summary_and_as_nobodys_words() -> None:
+    messages = [*run_model(Model("They talked about gardens. Never mention prices.")).messages[:-1], *long_chat(20)[4:]]
+    result = compact(messages[1:], 420)
+    told = [line for line in record_of(result).splitlines() if "Never mention" in line]
+    assert all(line.startswith("summary: ") for line in told)
+    assert "also stated" not in record_of(result)
+    assert all(fact in text_of(result) for fact in FACTS)
+
+
 @pytest.mark.parametrize(("model", "note"), [(Model(None), "TimeoutError"), (None, "no summarizer")])
 def test_missing_model_falls_back_to_extracts(model: Model | None, note: str) -> None:
     result = run_model(model)
