@@ -152,8 +152,8 @@ def replay_prefixes(trace: Trace, num_blocks: int, *, max_num_seqs: int = 256) -
     scale = _block_tokens(trace) / BLOCK_SIZE
     coefficients = CostCoefficients(0.01, 1e-5 * scale, 0.0)  # about 100,000 tokens a second: the trace's own cluster
     replay(scheduler, sequences, lambda output: step_seconds(coefficients, output))
-    weights = [request.input_tokens / sequence.num_prompt_tokens for request, sequence in _pairs(trace, sequences)]
-    hits = sum(sequence.num_cached_tokens * weight for sequence, weight in zip(sequences, weights, strict=True))
+    # In blocks of the trace: a partial block is not scaled exactly, but it is never a hit either.
+    hits = sum(sequence.num_cached_tokens // BLOCK_SIZE * _block_tokens(trace) for sequence in sequences)
     total = sum(request.input_tokens for request in trace.requests)
     return HitShare(hits / total, scheduler.num_preemptions, scheduler.num_waits_for_prefix)
 
@@ -242,7 +242,3 @@ def _scaled_sequences(trace: Trace) -> Iterator[EngineSequence]:
             cache_salt=_SALT,
             arrival_s=request.t,
         )
-
-
-def _pairs(trace: Trace, sequences: Sequence[EngineSequence]) -> Iterator[tuple[TraceRequest, EngineSequence]]:
-    return zip(trace.requests, sequences, strict=True)
