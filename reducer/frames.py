@@ -23,7 +23,7 @@ MAX_FRAME_LINES = 6
 MAX_LICENCE_LINES = 30
 """Lines of a licence above code."""
 
-_LINE = re.compile(r"[^\n]*\S[^\n]*")
+_LINE = re.compile(r"[^\n]+")
 _UNIT = r"(?:document|doc|file|section|page|part|chunk|passage|excerpt|seite|abschnitt|teil|página|sección|parte)"
 _MARKER = re.compile(
     rf"[\W_]*(?:{_UNIT}\b[\W_]*(?:\d+[\W_]*(?:of|/|von|de)[\W_]*\d+[\W_]*)?)+"
@@ -84,7 +84,9 @@ def body_span(text: str, title: str | None, asked: AbstractSet[str] = frozenset(
     licence_end = _licence_end(text, asked)
     if licence_end:
         return Span(licence_end, end)
-    lines = [match.span() for match in _LINE.finditer(text)]
+    lines = [match.span() for match in _LINE.finditer(text) if not match.group().isspace()]
+    if not lines:
+        return Span(start, end)
     heading = _squeeze(title or "")
     first, last = 0, len(lines) - 1
     while first < min(last, MAX_FRAME_LINES) and is_frame_line(text[slice(*lines[first])], heading, asked):

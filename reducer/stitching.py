@@ -25,8 +25,10 @@ from reducer.stage import Candidate, Selected, Span, Window
 from reducer.template import GAP
 from reducer.tokens import TokenCounter
 
-MAX_GROUP_WINDOWS = 400
+MAX_GROUP_WINDOWS = 200
 """Windows of one source that are looked at, the better ones first."""
+MAX_PLACES = 8
+"""Places in a window where another may begin; in a text that repeats itself the first ones must do."""
 
 _BREAK = "\n\x00\n"
 
@@ -130,11 +132,12 @@ def _links(texts: Sequence[str], min_overlap_chars: int) -> list[_Link]:
         probe = _probe(text, begin, min_overlap_chars)
         if not probe:
             continue
-        first = 0
+        first, num_places = 0, 0
         at = joined.find(probe)
         while at >= 0:
             while first + 1 < len(starts) and starts[first + 1] <= at:
                 first += 1
+                num_places = 0
             place = at - starts[first]
             length = ends[first] - place
             is_found = (
@@ -144,8 +147,10 @@ def _links(texts: Sequence[str], min_overlap_chars: int) -> list[_Link]:
                 and texts[first].startswith(text[begin : begin + length], place)
                 and place > 0
             )
-            if is_found:
-                links.append(_Link(length, first, second, ends[first], begin + length))
+            num_places += 1
+            if is_found or num_places >= MAX_PLACES:
+                if is_found:
+                    links.append(_Link(length, first, second, ends[first], begin + length))
                 # The first place is the longest overlap with this window: go on behind it.
                 at = joined.find(probe, starts[first] + len(texts[first]))
             else:

@@ -1,5 +1,7 @@
 """Which lines around a text belong to the place it was copied from."""
 
+import time
+
 import pytest
 
 from reducer.frames import body_span
@@ -74,3 +76,11 @@ def test_licence_above_code_is_left_out_unless_it_is_asked_for() -> None:
 def test_frames_alone_leave_one_line() -> None:
     assert body("Optic nerve\n-- end of section --", "Optic nerve")
     assert body("", None) == ""
+
+
+@pytest.mark.parametrize("text", [" " * 1_000_000 + "\nx", "\n" * 1_000_000, "# \n" * 300_000, "x\n" * 500_000])
+def test_a_million_characters_are_read_in_linear_time(text: str) -> None:
+    started = time.process_time()
+    body(text, "Optic nerve")
+    # Linear takes a second; quadratic would take minutes.
+    assert time.process_time() - started < 30
