@@ -32,6 +32,10 @@ from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, Schedu
 from engine.sequence import Sequence, SequenceStatus
 
 
+MAX_PREFIX_WAITS = 32
+"""Steps without progress after which a sequence does not wait for another one's prefix any longer."""
+
+
 class SequenceUpdate(NamedTuple):
     """What a step did to one sequence: it has new tokens, or it has just ended, or both."""
 
@@ -276,7 +280,7 @@ class Scheduler:
             if num_reserved_blocks is None:
                 num_reserved_blocks = sum(manager.num_missing_blocks(other) + 1 for other in self.running)
             computed = manager.get_computed_blocks(sequence)
-            if manager.is_promised(sequence, computed):
+            if manager.is_promised(sequence, computed) and self._may_wait(sequence, computed.num_tokens):
                 self.num_waits_for_prefix += 1
                 continue
             num_uncomputed = sequence.num_tokens - computed.num_tokens
@@ -291,6 +295,14 @@ class Scheduler:
             budget.add_prefill(count, computed.num_tokens)
             num_reserved_blocks += manager.num_missing_blocks(sequence) + 1
             can_admit = len(self.running) < self.policy.max_num_running
+
+    def _may_wait(self, sequence: Sequence, num_computed_tokens: int) -> bool:
+        """Whether to wait for a prefix any longer: the one that computes it may itself stand behind others."""
+        if sequence.awaited_num_tokens != num_computed_tokens:
+            sequence.awaited_num_tokens = num_computed_tokens
+            sequence.num_prefix_waits = 0
+        sequence.num_prefix_waits += 1
+        return sequence.num_prefix_waits <= MAX_PREFIX_WAITS
 
     def _grow(self, sequence: Sequence, count: int, num_new_tokens: dict[Sequence, int], budget: StepBudget) -> bool:
         """Plan ``count`` tokens of a running sequence, preempting others for its blocks; False if it was itself."""

@@ -48,6 +48,10 @@ class Sequence:
     """Prompt tokens found in the prefix cache when first scheduled."""
     num_public_blocks: int | None = None
     """Leading blocks that are shared with all tenants; ``None`` before the KV cache manager has looked."""
+    num_prefix_waits: int = 0
+    """Steps in a row in which it waited for a prefix that another was computing, and that did not grow."""
+    awaited_num_tokens: int = 0
+    """How much of that prefix there was in the last of these steps."""
     due_s: float = 0.0
     """Order among waiting sequences of one priority and tenant, set by the scheduling policy when it is added."""
     max_tokens_asked: int | None = None

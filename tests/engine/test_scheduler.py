@@ -145,6 +145,26 @@ def test_a_prompt_waits_only_for_the_part_that_another_is_computing() -> None:
     assert sum(step.get("b", 0) for step in steps) == 3
 
 
+def test_nobody_waits_for_ever_for_a_prefix_that_does_not_grow() -> None:
+    scheduler = make_scheduler(num_blocks=400, max_num_batched_tokens=8, max_num_waiting=200)
+    runner = make_runner(scheduler)
+    add(scheduler, make_sequence(20, request_id="slow", max_tokens=1, priority=-1))
+    run_step(scheduler, runner)
+    same = make_sequence(20, request_id="same", max_tokens=1)
+    # More urgent prompts take every token there is, so the one with the prefix does not advance.
+    for i in range(60):
+        prompt = range(1000 * (i + 1), 1000 * (i + 1) + 8)
+        add(scheduler, make_sequence(prompt, request_id=f"urgent{i}", max_tokens=1, priority=1))
+    add(scheduler, same)
+    same.priority = 2
+    steps = 0
+    while same.first_token_s is None:
+        run_step(scheduler, runner)
+        steps += 1
+    assert 32 < steps < 40
+    assert scheduler.get("slow") is not None
+
+
 def test_when_the_one_that_others_wait_for_is_gone_the_next_one_computes() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     runner = make_runner(scheduler)
