@@ -9,6 +9,7 @@ import httpx
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from app.config_file import load_settings
 from app.errors import GatewayError, answer_of
@@ -17,6 +18,7 @@ from engine.errors import EngineError
 from reducer.errors import ReducerError
 
 TIMEOUT_S = 120.0
+MAX_CELL_CHARS = 200
 
 
 @click.command()
@@ -78,22 +80,28 @@ def show(answer: dict[str, Any]) -> None:
             str(stage["tokens_before"]),
             str(stage["tokens_after"]),
             f"{stage['ms']:.1f}",
-            stage["degraded"] or "",
+            plain(stage["degraded"] or ""),
         )
     console.print(stages)
     if answer["documents"]:
         documents = Table("document", "label", "action", "before", "after", "score", "reason", title="documents")
         for entry in answer["documents"]:
             documents.add_row(
-                entry["id"],
-                (entry["label"] or "").replace("[", r"\["),
+                plain(entry["id"]),
+                plain(entry["label"] or ""),
                 entry["action"],
                 str(entry["tokens_before"]),
                 str(entry["tokens_after"]),
                 "" if entry["score"] is None else f"{entry['score']:.2f}",
-                entry["reason"] + (f" -> {entry['merged_into']}" if entry["merged_into"] else ""),
+                plain(entry["reason"] + (f" -> {entry['merged_into']}" if entry["merged_into"] else "")),
             )
         console.print(documents)
     if answer["denied_documents"]:
         num_denied = answer["denied_documents"]
         console.print(f"{num_denied} document{'' if num_denied == 1 else 's'} denied", highlight=False)
+
+
+def plain(text: str) -> Text:
+    """A text as it is: brackets are no markup, and nothing in a document's id commands the terminal."""
+    shown = text if len(text) <= MAX_CELL_CHARS else f"{text[:MAX_CELL_CHARS]}…"
+    return Text("".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in shown))

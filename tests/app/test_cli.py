@@ -88,6 +88,19 @@ def test_compact_asks_a_running_gateway() -> None:
     assert "messages" in bad.output
 
 
+def test_compact_shows_ids_as_they_are_and_lets_none_command_the_terminal() -> None:
+    documents = [{"id": "[/b]x", "text": "A widget is 5."}, {"id": "a\x1b[2Jb", "text": "Widgets are blue."}]
+    documents += [{"id": "[bold]c", "text": "a widget is 5"}, {"id": "i" * 100_000, "text": "Widgets are old."}]
+    body = msgspec.json.encode(make_body(documents=documents))
+    with capture_logs(), served(make_app()) as url:
+        result = run("compact", "--url", url, input=body)
+    assert result.exit_code == 0, result.output
+    for shown in ("[/b]x", r"a\x1b[2Jb", "[bold]c"):
+        assert shown in result.output
+    assert "\x1b" not in result.output
+    assert len(result.output) < 10_000
+
+
 def test_compact_without_a_gateway_there_says_so() -> None:
     result = run("compact", "--url", "http://127.0.0.1:9", input=b"{}")
     assert result.exit_code == 1
