@@ -31,7 +31,6 @@ from dataclasses import dataclass
 
 from engine.block_hash import NO_PARENT, BlockHash, HashedBlock
 
-
 PROTECTED_SHARE = 0.25
 """Most of the pool that blocks that were hit may keep from new ones. Measured on request traces: see the bench."""
 

@@ -31,7 +31,6 @@ from engine.policies import StepBudget, make_policy
 from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
 
-
 MAX_PREFIX_WAITS = 32
 """Steps without progress after which a sequence does not wait for another one's prefix any longer."""
 
