@@ -63,7 +63,7 @@ bench-dedup: setup ## copies removed, near copies kept, evidence kept on sets wi
 bench-history: setup ## compacted histories: probes still answered, against cutting and BM25; ten minutes
 	$(BIN)/python -m eval.benches.bench_history $(DATA) --output eval/results/history.json
 
-bench-scheduling: setup ## gaps, policies, prefix reuse, control plane, cancels; half an hour
+bench-scheduling: setup ## gaps, policies, prefix reuse, control plane, cancels; ten minutes
 	$(BIN)/python -m eval.benches.bench_scheduling $(DATA) --output eval/results/scheduling.json
 
 PEERS ?= $(VENV)/peers
