@@ -92,9 +92,9 @@ class DedupConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Relevance of a passage for the question: three signals, each on its own scale, then a weighted mean."""
 
-    lexical_weight: float = 0.25
+    lexical_weight: float = 0.3
     """Weight of BM25."""
-    semantic_weight: float = 0.65
+    semantic_weight: float = 0.6
     """Weight of the embedding similarity; without an encoder its share goes to BM25."""
     encoder_languages: tuple[str, ...] = ("en",)
     """Languages the encoder was trained for; for a question in another one half of its weight goes to BM25. Empty means
@@ -144,10 +144,10 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class SelectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which passages, and how much of them, go into the prompt."""
 
-    relative_threshold: float = 0.75
+    relative_threshold: float = 0.7
     """A passage scored below this share of the second best one is noise and is dropped even when budget is free. Counts
     in full when all passages would fit, and less the more the budget cuts by itself."""
-    linked_threshold: float = 0.6
+    linked_threshold: float = 0.45
     """The same where one of the best passages names another one: the question may need a chain of passages."""
     min_passages: int = 6
     """As many passages, best first, stay at a lower score,"""

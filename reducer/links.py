@@ -82,11 +82,14 @@ def link_gains(candidates: Sequence[Candidate], names: Names, scores: FloatArray
     num_by_source = Counter(candidate.passage.source for candidate in candidates)
     num_mentions: dict[str, int] = {"": num_passages}
 
-    def is_rare(name: str) -> bool:
+    def rarity(name: str) -> float:
+        """1 for a name that tells passages apart, less for one that many mention, 0 for one that most do."""
         if name not in num_mentions:
             others = sum(mentions(text, name) for text in names.texts)
             num_mentions[name] = others - names.subjects.count(name)
-        return num_mentions[name] <= max_mentions
+        if num_mentions[name] > max(max_mentions, num_passages // 2):
+            return 0.0
+        return min(1.0, max_mentions / max(num_mentions[name], 1))
 
     num_sources = config.num_link_sources + config.num_mutual_sources
     for place, best in enumerate(np.argsort(-scores, kind="stable")[:num_sources].tolist()):
@@ -97,14 +100,13 @@ def link_gains(candidates: Sequence[Candidate], names: Names, scores: FloatArray
                 continue
             name = names.subjects[other]
             weight = 0.0
-            is_named = name and name != own and mentions(names.texts[best], name) and is_rare(name)
-            names_best = own and name != own and mentions(names.texts[other], own) and is_rare(own)
-            if is_named and names_best and not is_best:
-                weight = MUTUAL_SHARE * config.link_weight
-            elif is_named and is_best:
-                weight = config.link_weight
-            elif names_best and is_best:
-                weight = BACKWARD_SHARE * config.link_weight
+            is_named = name != own and bool(name) and mentions(names.texts[best], name)
+            names_best = name != own and bool(own) and mentions(names.texts[other], own)
+            forward, backward = rarity(name) if is_named else 0.0, rarity(own) if names_best else 0.0
+            if is_best:
+                weight = config.link_weight * max(forward, BACKWARD_SHARE * backward)
+            else:
+                weight = config.link_weight * MUTUAL_SHARE * min(forward, backward)
             is_linked[other] = is_linked[other] or weight > 0
             if (
                 is_best
