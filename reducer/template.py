@@ -27,19 +27,26 @@ CLOSING = "</documents>\n\n"
 GAP = " … "
 """Stands between two kept spans of one passage, so that a cut is visible."""
 
-_LINE_START = r"(?:^|(?<=[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]))(?:[^\S\n]|[\u200b-\u200f\u2060\ufeff])*+"
+_UNSEEN = (
+    r"\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
+    r"\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff"
+)
+"""Characters that a reader does not see: a label behind a soft hyphen or inside a direction mark is still a label."""
+_LINE_START = rf"(?:^|(?<=[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]))(?:[^\S\n]|[{_UNSEEN}])*+"
+_BLANK = rf"[\s{_UNSEEN}]*+"
+_LABEL = rf"[\[［]{_BLANK}\d++(?:[{_UNSEEN}]*+\d++)*+{_BLANK}[\]］]"
+_NAME = rf"[{_UNSEEN}]*+".join("documents")
+_TAG_REST = rf"{_BLANK}[/／]?{_BLANK}{_NAME}\b"
 _FORGED = re.compile(
-    rf"(?P<label>{_LINE_START}\\*+(?=\[\s*+\d++\s*+\]))|(?P<tag>[<＜]\s*+\\*+(?=\s*+[/／]?\s*+documents\b))",
-    re.IGNORECASE,
+    rf"(?P<label>{_LINE_START}\\*+(?={_LABEL}))|(?P<tag>[<＜﹤]{_BLANK}\\*+(?={_TAG_REST}))", re.IGNORECASE
 )
-_ESCAPED = re.compile(
-    rf"({_LINE_START})\\(?=\\*+\[\s*+\d++\s*+\])|([<＜]\s*+)\\(?=\\*+\s*+[/／]?\s*+documents\b)", re.IGNORECASE
-)
+_ESCAPED = re.compile(rf"({_LINE_START})\\(?=\\*+{_LABEL})|([<＜﹤]{_BLANK})\\(?=\\*+{_TAG_REST})", re.IGNORECASE)
+_OPENERS = re.compile("[\\[［<＜﹤]")
 
 
 def escape(text: str) -> str:
     """``text`` with a backslash before everything that reads as a label at a line start or as the block's tag."""
-    if "[" not in text and "<" not in text and "＜" not in text:
+    if _OPENERS.search(text) is None:
         return text
     return _FORGED.sub(lambda match: match.group() + "\\", text)
 
