@@ -178,7 +178,7 @@ IN_HASTE: dict[str, Callable[[Run, ReducerConfig, Encoder | None], str | None]] 
 }
 """What each stage does instead when the deadline does not leave it its time."""
 
-SECONDS_PER_CHAR = {"clean": 0.3e-6, "dedup": 1e-6, "rank": 0.5e-6}
+SECONDS_PER_CHAR = {"clean": 0.3e-6, "dedup": 1e-6, "rank": 0.5e-6, "select": 0.3e-6}
 """Least time of a stage without its model; with less than that left it is not begun."""
 
 

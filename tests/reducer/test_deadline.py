@@ -175,3 +175,11 @@ def test_negative_limit_is_an_error() -> None:
         Deadline(-1.0)
     with pytest.raises(ValueError, match="got -1"):
         ReducerConfig(deadline_s=-1.0)
+
+
+def test_passage_too_long_to_be_read_in_time_is_left_for_those_that_fit() -> None:
+    passages = make_passages("The widget is blue. " * 50_000, "The widget is made in Ghent.")
+    parts = make_parts("Where is the widget made?", passages=passages)
+    result = reduce_by(Clock(), 0.05, parts=parts)
+    assert [document.action for document in result.documents] == ["dropped", "kept"]
+    assert "deadline of 50 ms" in str(degraded(result)["select"])

@@ -270,15 +270,18 @@ def test_scale_of_the_retriever_changes_no_decision() -> None:
     texts = ["The vault opens with the word heron.", "The word for the vault was chosen in 2020: heron.", *NOISE]
     question = "With which word does the vault open?"
 
-    def decide(low: float, high: float) -> list[tuple[str, str, list[tuple[int, int]]]]:
-        scores = [low + (high - low) * (len(texts) - n) / len(texts) for n in range(len(texts))]
+    def decide(low: float, high: float) -> list[PassageDecision]:
+        # Halves first: the distance between the largest numbers is larger than any number.
+        scores = [low * (n / len(texts)) + high * (1 - n / len(texts)) for n in range(len(texts))]
         passages = [Passage(id=f"d{n}", text=text, score=scores[n]) for n, text in enumerate(texts)]
-        result = reduce_parts(make_parts(question, passages=passages))
-        return [(decision.id, decision.action, decision.spans) for decision in result.documents]
+        return reduce_parts(make_parts(question, passages=passages)).documents
 
     expected = decide(0.0, 1.0)
-    assert [action for _, action, _ in expected].count("kept") >= 2
-    assert all(decide(*scale) == expected for scale in ((-10.0, 3.0), (-1e9, -1e8), (0.0, 1e-12), (-1e308, 1e308)))
+    assert [decision.action for decision in expected].count("kept") >= 2
+    for scale in ((-10.0, 3.0), (-1e9, -1e8), (0.0, 1e-12), (-1e308, 1e308)):
+        found = decide(*scale)
+        assert [(d.action, d.spans) for d in found] == [(d.action, d.spans) for d in expected]
+        assert [d.score for d in found] == pytest.approx([d.score for d in expected], abs=1e-4)
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])
