@@ -87,7 +87,7 @@ def starts_with_block(text: str) -> bool:
 
 
 def split_blocks(text: str) -> tuple[list[BlockLine], str]:
-    """The lines of the blocks that a message begins with, and the rest of the message."""
+    """The pieces of the lines of the blocks that a message begins with, and the rest of the message."""
     lines: list[BlockLine] = []
     while starts_with_block(text):
         is_record = text.startswith(RECORD_OPENING)
@@ -116,5 +116,6 @@ def _read_lines(body: str, *, names_speakers: bool) -> Iterator[BlockLine]:
                 last = line
             elif last is not None and not text.startswith(ASSISTANT_MARK):
                 line = last._replace(text=line.text)
-        if line.text and line.text != LEDGER_LABEL:
-            yield line
+        if line.text != LEDGER_LABEL:
+            # What stands between two gaps was chosen by itself, so it is read by itself.
+            yield from (line._replace(text=piece.strip()) for piece in line.text.split(GAP) if piece.strip())

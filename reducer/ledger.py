@@ -236,7 +236,10 @@ def _names(text: str, *, is_extract: bool) -> Iterable[tuple[int, int]]:
         is_lone = len(parts) == 1
         while parts and (is_first or is_lone) and _is_common(text[parts[0][0] : parts[0][1]]):
             parts.pop(0)
-        while parts and text[parts[0][0]].islower():
+        while parts and (
+            text[parts[0][0]].islower()
+            or (text[parts[0][1] - 1] == "," and _is_common(text[parts[0][0] : parts[0][1] - 1]))
+        ):
             parts.pop(0)
         num_capitals = sum(text[low].isupper() and text[low:high] != "The" for low, high in parts)
         if not parts or (num_capitals < 2 and (is_first or is_german) and not text[parts[0][0]].isdigit()):
