@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from app.receipts import encode_receipt
 from app.settings import ReceiptSettings
+from reducer.blocks import RECALL_CLOSING, RECALL_OPENING, RECORD_CLOSING, RECORD_OPENING
 from reducer.config import HistoryConfig, ReducerConfig, TemplateConfig
 from reducer.errors import BudgetExceededError
 from reducer.prompt import AccessRule, Passage, PromptParts
 from reducer.template import CLOSING, GAP, OPENING, escape, render_heading
-from reducer.turns import RECALL_CLOSING, RECALL_OPENING, RECORD_CLOSING, RECORD_OPENING
 
 HISTORY = [
     {"role": role, "content": f"Turn {n} of {role}: {HARBOUR[n * 9 % 300 : n * 9 % 300 + 160]}", "name": f"{role}{n}"}
