@@ -1,4 +1,4 @@
-"""Reads data files: one case a line, JSON, usually gzip."""
+"""Reads data files: our own (one case a line, JSON, usually gzip), or a public format by its reader."""
 
 import gzip
 import hashlib
@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 
 from eval.errors import DataError
+from eval.readers import detect_format, read_cases
+from eval.readers.base import NUM_CHUNKS
 from eval.samples import Case
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -27,16 +29,28 @@ class Dataset:
     num_cases_in_file: int
 
 
-def read_dataset(path: Path, *, limit: int | None = None) -> Dataset:
+def read_dataset(
+    path: Path,
+    *,
+    limit: int | None = None,
+    format: str = "cases",
+    num_chunks: int = NUM_CHUNKS,
+    corpus: Path | None = None,
+) -> Dataset:
     """Reads the first ``limit`` cases of ``path`` (all of them by default).
 
-    Every line is checked, also behind the limit. Raises DataError naming the file, and the line where one is at fault.
+    ``format`` is ``cases``, ``auto`` or a name of ``eval.readers.FORMATS``; the readers fill up to ``num_chunks``
+    passages a case and take texts that a format only names from ``corpus``. Every line is checked, also behind the
+    limit. Raises DataError naming the file, and the line where one is at fault.
     """
-    try:
-        stored = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    cases = list(_decode(path, stored))
+    if format == "auto":
+        format = detect_format(path)
+    stored = b"".join(_stored(file) for file in _files(path))
+    if format == "cases":
+        cases = list(_decode(path, stored))
+    else:
+        cases = read_cases(path, format, num_chunks=num_chunks, corpus=corpus)
+        _check_ids(path, cases)
     if not cases:
         raise DataError(f"{path}: holds no case")
     return Dataset(
@@ -45,6 +59,25 @@ def read_dataset(path: Path, *, limit: int | None = None) -> Dataset:
         cases=cases if limit is None else cases[:limit],
         num_cases_in_file=len(cases),
     )
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def _stored(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _check_ids(path: Path, cases: list[Case]) -> None:
+    seen: set[str] = set()
+    for place, case in enumerate(cases, start=1):
+        if case.id in seen:
+            raise DataError(f"{path}, case {place}: the id {case.id!r} is there twice")
+        seen.add(case.id)
 
 
 def _decode(path: Path, stored: bytes) -> Iterator[Case]:
