@@ -316,12 +316,17 @@ def preference(candidate: Candidate) -> tuple[float, float, str]:
     return (-(passage.score if passage.score is not None else 0.0), -recency_s(passage.metadata), passage.id)
 
 
+MAX_UNIX_S = 10**15
+"""Later than any date; a number beyond it is no moment."""
+
+
 def recency_s(metadata: Mapping[str, Any]) -> float:
     """Unix seconds of the first date among ``DATE_KEYS``; minus infinity where there is none that can be read."""
     for key in DATE_KEYS:
         value = metadata.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
-            return float(value)
+            # Clamped: a whole number may be too long for a float.
+            return float(max(-MAX_UNIX_S, min(value, MAX_UNIX_S)))
         if isinstance(value, str):
             try:
                 moment = datetime.fromisoformat(value.strip())

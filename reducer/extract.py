@@ -18,7 +18,7 @@ GAP_TOKENS = 1
 LABEL_TOKENS = 2
 PIN_CONTEXT = 0.6
 """What the clause around a bare fact is worth, in new words."""
-PAIR_GAIN = 0.4
+PAIR_GAIN = 0.37
 """What a new pair of neighbouring terms is worth, in new words."""
 FACT_GAIN = 0.2
 """What a fact that need not be pinned is worth, in new words."""

@@ -1,10 +1,10 @@
 """The record: which turns are compacted, and in which steps.
 
 ``plan`` replays the conversation. Example with room for 512 tokens: turns 1 to 11 fit; with turn 12 the history is
-over, so turns 1 to 3 become the first segment of the record and 95 % of the room is in use; with turn 13 turn 4 becomes
+over, so turns 1 to 3 become the first segment of the record and 97 % of the room is in use; with turn 13 turn 4 becomes
 the second segment, appended to the first. When the last turns and the record together have no room left, the record is
-written anew at the next of ``MIN_RATES``, as one segment: each leaves a record shorter by about 7 %, so a conversation
-is rewritten about once while it grows by a fourteenth. The last rate keeps the bare facts of the ledger.
+written anew at the next of ``MIN_RATES``, as one segment: each leaves a record shorter by about 4 %, so a conversation
+is rewritten about once while it grows by a twenty-fifth. The last rate keeps the bare facts of the ledger.
 
 The steps are those of extracts. A model, where one is configured, rewrites the segments of the last step only, each in
 at most the tokens of its extracts: so it is asked once for each segment, and no step depends on what it says.
@@ -33,13 +33,13 @@ from reducer.summary import (
 from reducer.tokens import TokenCounter
 from reducer.turns import Turn, calls_tools, is_tool_result, read_turns
 
-MIN_RATES = (*(0.15 * 1.12**step for step in range(24)), math.inf)
+MIN_RATES = (*(0.15 * 1.06**step for step in range(48)), math.inf)
 """What a clause must say per token to stay, one after the other as the room becomes too small; at last facts alone."""
 FIRST_SHARE = 0.5
 """Share of the turns' tokens that the record takes at the first rate, about."""
 NEXT_SHARE = 0.93
 """The same at one rate beside that at the rate before."""
-LOW_WATERMARK = 0.95
+LOW_WATERMARK = 0.97
 """Share of the room in use after a compaction; what lies above is room for turns until the next one."""
 MODEL_LOW_WATERMARK = 0.7
 """The same where a model summarises: it is asked rarely, and for more than a line."""

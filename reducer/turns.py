@@ -81,7 +81,9 @@ class Turn:
 
 def call_text(message: WireMessage) -> str:
     """Names and arguments of a message's tool calls, so that a call can be found by what it asked for."""
-    calls: Any = message.get("tool_calls") or ()
+    calls: Any = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        calls = ()
     legacy: Any = message.get("function_call")
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
     if legacy:

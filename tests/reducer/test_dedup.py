@@ -97,6 +97,7 @@ def test_higher_score_survives_then_more_recent_then_smaller_id() -> None:
         ({"date": "1970-01-02"}, 86400.0),
         ({"timestamp": 12.5}, 12.5),
         ({"date": "soon", "created": "1970-01-01T00:00:01+00:00"}, 1.0),
+        ({"date": 10**400}, 1e15),
         ({"date": True}, float("-inf")),
         ({"date": float("nan")}, float("-inf")),
         ({}, float("-inf")),
