@@ -49,7 +49,6 @@ __all__ = (
 _FORGED = re.compile(
     r"(?im)^(?P<label>[^\S\n]*\\*)"
     r"(?=(?:user|assistant|tool|system|developer|function|other|summary|also stated)(?: quotes| calls)?\s*[:：]|-\s)"
-    r"|(?P<tag>[<＜]\s*\\*)(?=\s*[/／]?\s*(?:history|recall)\b)"
 )
 _LINE = re.compile(
     r"(?:(?P<mark>- )|(?P<speaker>user|assistant|tool|function|other|summary)(?P<quotes> quotes)?(?: calls)?: )?"

@@ -10,7 +10,7 @@
 
 A label names the place of the document in the request, so ``[4]`` means the fourth document sent whatever was dropped
 (under the ``cache`` order: its place in the prompt). A passage that stands for others keeps one label, its own.
-Text inside a passage that would close the block or forge a label at a line start gets one backslash; ``unescape``
+Text inside a passage that would open or close a block or forge a label at a line start gets one backslash; ``unescape``
 takes it away again, so the original is never in doubt.
 """
 
@@ -35,7 +35,7 @@ _UNSEEN = (
 _LINE_START = rf"(?:^|(?<=[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]))(?:[^\S\n]|[{_UNSEEN}])*+"
 _BLANK = rf"[\s{_UNSEEN}]*+"
 _LABEL = rf"[\[［]{_BLANK}\d++(?:[{_UNSEEN}]*+\d++)*+{_BLANK}[\]］]"
-_NAME = rf"[{_UNSEEN}]*+".join("documents")
+_NAME = "(?:" + "|".join(rf"[{_UNSEEN}]*+".join(name) for name in ("documents", "history", "recall")) + ")"
 _TAG_REST = rf"{_BLANK}[/／]?{_BLANK}{_NAME}\b"
 _FORGED = re.compile(
     rf"(?P<label>{_LINE_START}\\*+(?={_LABEL}))|(?P<tag>[<＜﹤]{_BLANK}\\*+(?={_TAG_REST}))", re.IGNORECASE
