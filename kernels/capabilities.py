@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.native.build import find_compiler
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -14,6 +16,8 @@ class Capabilities:
     has_cuda: bool
     has_cpu_bf16: bool
     """The processor multiplies bf16 in hardware (AVX-512 BF16 or AMX), so bf16 is the faster dtype on it."""
+    has_compiler: bool
+    """There is a C++ compiler, so that the native CPU kernels can be built."""
     has_triton: bool
     has_flash_attn: bool
 
@@ -24,6 +28,7 @@ def probe_capabilities() -> Capabilities:
     return Capabilities(
         has_cuda=torch.cuda.is_available(),
         has_cpu_bf16=_has_cpu_bf16(),
+        has_compiler=find_compiler() is not None,
         has_triton=importlib.util.find_spec("triton") is not None,
         has_flash_attn=importlib.util.find_spec("flash_attn") is not None,
     )
