@@ -103,6 +103,8 @@ class AdmissionController:
         if self._cost_model is None:
             return None
         cached = self._kv_cache_manager.get_computed_blocks(sequence).num_tokens
+        if sequence.remote_prefill is not None:  # what another engine has computed is not computed here
+            cached = max(cached, min(sequence.remote_prefill.num_tokens, sequence.num_tokens - 1))
         own_s = self._cost_model.predict_s(sequence.num_tokens - cached, cached)
         if own_s is None:
             return None

@@ -8,6 +8,8 @@ DType = Literal["auto", "fp32", "bf16", "fp16"]
 QuantizationName = Literal["none", "int8"]
 AttentionBackendName = Literal["auto", "native", "tiled", "sdpa", "reference"]
 PolicyName = Literal["token_budget", "fixed_count", "length_bucket"]
+KVRole = Literal["both", "prefill", "decode"]
+TransferFailurePolicy = Literal["fail", "recompute"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,6 +146,44 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"kv_watermark must be above 0 and at most 1, got {self.kv_watermark}")
 
 
+class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prefill and decode in two engines, and the KV blocks that go from the one to the other."""
+
+    role: KVRole = "both"
+    """``both`` computes both phases itself and transfers nothing. ``prefill`` offers the blocks of prompts (a KV
+    producer), ``decode`` fetches them (a KV consumer); either still serves ordinary requests as well."""
+    endpoint: str = "tcp://127.0.0.1:0"
+    """Where a prefill engine is asked for blocks: zmq, ``tcp`` (port 0 takes a free one) or ``ipc``. What goes over it
+    is not encrypted: a network that others share is no place for it."""
+    advertised_endpoint: str | None = None
+    """The same as decode engines see it, where that differs; ``None`` is the endpoint itself."""
+    kv_transfer_timeout_ms: float = 5000.0
+    """Longest wait of a decode engine for the blocks of one prompt, from its arrival, other transfers included."""
+    on_transfer_failure: TransferFailurePolicy = "fail"
+    """What follows when the blocks do not come: ``fail`` ends the request with an error, which the router may try
+    again; ``recompute`` computes the prompt in the decode engine, where it slows down the streams of others."""
+    lease_ms: float = 30_000.0
+    """Longest time for which a prefill engine keeps the blocks of an offer that nobody fetches."""
+    max_leased_share: float = 0.5
+    """Most of the pool, 0 to 1, that offers may hold; a prompt beyond it is computed, but not offered."""
+    min_transfer_tokens: int = 64
+    """Where fewer tokens than this are missing, they are computed at once instead of being fetched."""
+    kv_buffer_size: int = 1 << 30
+    """Bytes of blocks that a decode engine may have on the way or waiting for a place in its pool. Further transfers
+    queue; one that is larger than this comes alone."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_transfer_timeout_ms", "lease_ms"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0.0 < self.max_leased_share <= 1.0:
+            raise ValueError(f"max_leased_share must be above 0 and at most 1, got {self.max_leased_share}")
+        if self.min_transfer_tokens < 0:
+            raise ValueError(f"min_transfer_tokens must not be negative, got {self.min_transfer_tokens}")
+        if self.kv_buffer_size < 1:
+            raise ValueError(f"kv_buffer_size must be at least 1, got {self.kv_buffer_size}")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the engine process is started with."""
 
@@ -151,5 +191,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    kv_transfer: KVTransferConfig = KVTransferConfig()
     num_threads: int | None = None
     """Torch threads of the engine process; ``None`` takes one per core."""
+
+    def __post_init__(self) -> None:
+        if self.kv_transfer.role != "both" and not self.cache.enable_prefix_caching:
+            raise ValueError(
+                f"kv_transfer.role {self.kv_transfer.role!r} needs cache.enable_prefix_caching: "
+                "blocks are offered and found by the keys of the prefix cache"
+            )

@@ -66,6 +66,7 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> RequestOutput | None: ...
     def step(self) -> list[RequestOutput]: ...
     def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
 
 
 def run_engine_core(address: str, folder: str, config: bytes, factory: str, parent_pid: int) -> None:
@@ -88,6 +89,7 @@ def run_engine_core(address: str, folder: str, config: bytes, factory: str, pare
         socket.connect(address)
         with socket:
             core: EngineCore | None = None
+            engine: Engine | None = None
             try:
                 make_engine = _import_factory(factory)
                 engine = make_engine(msgspec.msgpack.decode(config, type=EngineConfig))
@@ -101,6 +103,9 @@ def run_engine_core(address: str, folder: str, config: bytes, factory: str, pare
                 logger.exception("the engine %s", "broke" if core else "could not start")
                 socket.send(encoder.encode(EngineFailed(error=to_wire_error(error))))
                 raise SystemExit(1) from None
+            finally:
+                if engine is not None:
+                    engine.close()
 
 
 class EngineCore:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from engine.block_hash import BlockHash, CacheKey, HashedBlock, extend_hashed_blocks, num_equal_tokens
 from engine.block_pool import BlockPool, KVCacheBlock
+from engine.received_blocks import ReceivedBlocks
 from engine.second_tier import KVTransfer, SecondTier
 from engine.sequence import Sequence
 
@@ -29,9 +30,16 @@ class ComputedBlocks(NamedTuple):
     blocks: list[KVCacheBlock]
     """In the pool."""
     num_tokens: int
-    """In the pool and in the second tier together."""
+    """In the pool, in the second tier, and received, together."""
     tier: SequenceOf[HashedBlock] = ()
     """What follows ``blocks`` and is found in the second tier: it needs blocks, but no computing."""
+    received: SequenceOf[HashedBlock] = ()
+    """What follows that and has come from another engine for this sequence: it needs blocks, but no computing."""
+
+    @property
+    def num_blocks(self) -> int:
+        """All of them."""
+        return len(self.blocks) + len(self.tier) + len(self.received)
 
 
 NOTHING_COMPUTED = ComputedBlocks([], 0)
@@ -91,6 +99,9 @@ class KVCacheManager:
             enable_caching=enable_prefix_caching,
             on_evict=self.second_tier.store if self.second_tier is not None else None,
         )
+        self.received_blocks = ReceivedBlocks()
+        self._leases: dict[str, list[KVCacheBlock]] = {}
+        """Blocks that are kept for other engines, beside the tables."""
         self._tables: dict[str, _BlockTable] = {}
         self._promised: Counter[BlockHash] = Counter()
         """Blocks that running sequences are about to compute, and how many of them each."""
@@ -146,11 +157,13 @@ class KVCacheManager:
                 if not self.second_tier.holds(hashed):
                     break
                 tier.append(hashed)
-        return ComputedBlocks(blocks, (len(blocks) + len(tier)) * self.block_size, tier)
+        num_found = len(blocks) + len(tier)
+        received = self.received_blocks.match(sequence.request_id, sequence.hashed_blocks[num_found:max_num_blocks])
+        return ComputedBlocks(blocks, (num_found + len(received)) * self.block_size, tier, received)
 
     def is_promised(self, sequence: Sequence, computed: ComputedBlocks) -> bool:
         """A running sequence is about to compute the very block that comes after ``computed``: waiting saves it."""
-        index = len(computed.blocks) + len(computed.tier)
+        index = computed.num_blocks
         if not self._promised or index >= (sequence.num_tokens - 1) // self.block_size:
             return False
         return sequence.hashed_blocks[index].hash in self._promised
@@ -193,7 +206,11 @@ class KVCacheManager:
         new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
         table.append(new_blocks)
         if is_new:
-            self._promise(sequence, table, len(computed.blocks) + len(computed.tier))
+            self._promise(sequence, table, computed.num_blocks)
+            received_into = new_blocks[len(computed.tier) :]
+            for hashed, block in zip(computed.received, received_into, strict=False):
+                self.received_blocks.receive(sequence.request_id, hashed, block.block_id)
+            self.received_blocks.forget(sequence.request_id)
         if self.second_tier is not None:
             for hashed, block in zip(computed.tier, new_blocks, strict=False):
                 self.second_tier.load(hashed, block.block_id)
@@ -237,7 +254,41 @@ class KVCacheManager:
                 self._release_promise(block_hash)
             if self.second_tier is not None:
                 self.second_tier.cancel_loads(table.block_ids)
+            self.received_blocks.cancel_receives(table.block_ids)
             self.block_pool.free_blocks(reversed(table.blocks))
+        else:
+            self.received_blocks.forget(sequence.request_id)
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Blocks of all leases, shared ones counted as often as they are leased."""
+        return sum(len(blocks) for blocks in self._leases.values())
+
+    def lease_blocks(self, lease_id: str, sequence: Sequence) -> dict[BlockHash, int]:
+        """Keep the cached blocks of a prompt, whoever uses them, until ``release_lease``.
+
+        Returns:
+            Hash and block id of each, in the order of the prompt; nothing is kept where there is none.
+        """
+        assert lease_id not in self._leases, f"lease {lease_id} exists already"
+        blocks: list[KVCacheBlock] = []
+        for hashed in sequence.hashed_blocks[: sequence.num_prompt_tokens // self.block_size]:
+            block = self.block_pool.get_cached_block(hashed)
+            if block is None:
+                break
+            blocks.append(block)
+        if blocks:
+            self.block_pool.touch(blocks)
+            self._leases[lease_id] = blocks
+        return {block.content.hash: block.block_id for block in blocks if block.content is not None}
+
+    def is_lease_valid(self, lease_id: str) -> bool:
+        """The blocks of a lease still hold what they did when it began."""
+        return all(block.content is not None for block in self._leases[lease_id])
+
+    def release_lease(self, lease_id: str) -> None:
+        """Give back the blocks of a lease, last one first; they stay findable."""
+        self.block_pool.free_blocks(reversed(self._leases.pop(lease_id)))
 
     def drop_blocks(self, block_ids: Iterable[int]) -> set[str]:
         """Make blocks that turned out to be wrong unfindable, with everything that was computed after them.
@@ -332,6 +383,9 @@ class KVCacheManager:
                     assert block.content == sequence.hashed_blocks[index], (
                         f"{request_id}: block {block.block_id} holds another prefix"
                     )
+        for blocks in self._leases.values():
+            for block in blocks:
+                num_references[block.block_id] = num_references.get(block.block_id, 0) + 1
         self.block_pool.check_references(num_references)
         promised = Counter(block_hash for table in self._tables.values() for block_hash in table.promised)
         assert promised == self._promised, "the promised blocks are not those of the tables"

@@ -16,6 +16,7 @@ from engine.block_hash import CacheKey
 from engine.config import EngineConfig
 from engine.cost_model import PrefillCostModel, num_attention_pairs
 from engine.detokenizer import IncrementalDetokenizer
+from engine.disaggregation.connector import KVBlockMemory, make_connector
 from engine.errors import GrammarError
 from engine.grammar import GrammarCompiler
 from engine.kv_cache_manager import KVCacheManager
@@ -44,6 +45,7 @@ class LLMEngine:
         cache_key: CacheKey,
         grammars: GrammarCompiler | None = None,
         public_prefixes: Iterable[SequenceOf[int]] = (),
+        block_memory: KVBlockMemory | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Compose an engine from its parts; ``from_config`` builds them.
@@ -56,6 +58,7 @@ class LLMEngine:
             cache_key: what all KV blocks of this engine depend on.
             grammars: those of the runner; without them no output can be asked to follow a JSON schema.
             public_prefixes: token ids that prompts of all tenants may begin with and share.
+            block_memory: the bytes behind the runner's blocks; needed by a role other than ``both``.
             clock: seconds from a fixed point that never go back.
         """
         self.config = config
@@ -81,6 +84,9 @@ class LLMEngine:
         """The served model, with the window that the KV cache really admits."""
         self.on_started: Callable[[list[str]], None] | None = None
         """Hears, before a step is executed, of the requests of which it computes the first token ever."""
+        self._connector = None
+        if block_memory is not None:
+            self._connector = make_connector(config.kv_transfer, self.scheduler, block_memory)
         self._clock = clock
         self._counters = EngineCounters()
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
@@ -116,7 +122,7 @@ class LLMEngine:
             rope=runner.spec.rope.key,
         )
 
-        def make(public_prefixes: Iterable[SequenceOf[int]]) -> "LLMEngine":
+        def make(public_prefixes: Iterable[SequenceOf[int]], block_memory: KVBlockMemory | None = None) -> "LLMEngine":
             return cls(
                 config,
                 info=runner.info,
@@ -125,24 +131,26 @@ class LLMEngine:
                 cache_key=cache_key,
                 grammars=grammars,
                 public_prefixes=public_prefixes,
+                block_memory=block_memory,
             )
 
         if config.cache.verify_isolation:
             # An engine of its own over the same runner: the blocks it uses are in no other engine's cache.
             verify_isolation(make(()), expects_hits=config.cache.enable_prefix_caching)
-        return make(encode_public_prefixes(chat, config.cache.public_prefixes))
+        return make(encode_public_prefixes(chat, config.cache.public_prefixes), runner.block_memory)
 
     @property
     def has_unfinished(self) -> bool:
-        """``step()`` has something to do."""
-        return self.scheduler.has_unfinished
+        """``step()`` has something to do, be it to take back blocks that were kept for another engine."""
+        return self.scheduler.has_unfinished or (self._connector is not None and self._connector.has_pending)
 
     def add_request(self, request: GenerateRequest) -> None:
         """Queue a request; its outputs come from ``step()``.
 
         Raises:
             ValueError: the prompt is empty or holds an id outside the vocabulary, the request id is in use, the
-                cache salt is empty, or the JSON schema cannot be followed (GrammarError).
+                cache salt is empty, the JSON schema cannot be followed (GrammarError), or a transfer is asked for
+                that the engine's role does not make.
             PromptTooLongError: the prompt leaves no room for an output token, or passes the limit for prompts.
             OutputTooLongError: ``max_tokens`` passes the room left, and is set to be refused then.
             AdmissionError: it cannot be served now; it says why and when to come again.
@@ -155,20 +163,29 @@ class LLMEngine:
             if self._grammars is None:
                 raise GrammarError("this engine has no grammars for JSON output")
             self._grammars.compile(sampling.json_schema)  # kept for the runner
-        self.scheduler.add(Sequence.from_request(request, self._clock()))
+        sequence = Sequence.from_request(request, self._clock())
+        if self._connector is not None:
+            self._connector.check(sequence)
+        elif request.do_remote_decode or request.remote_prefill is not None:
+            raise ValueError("this engine has kv_transfer.role 'both': it makes no transfers")
+        self.scheduler.add(sequence)
         self._detokenizers[request.request_id] = IncrementalDetokenizer(
             self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens
         )
         if sampling.top_logprobs is not None:
             self._logprobs[request.request_id] = LogprobsQueue(self.tokenizer)
+        if self._connector is not None:
+            self._connector.start(sequence, sequence.arrival_s)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Forget a request in whatever state it is and give back what it holds.
+        """Forget a request in whatever state it is and give back what it holds, or has left for another engine.
 
         Returns:
             Its last output, or ``None`` if there is no such request; it may have ended just before.
         """
         sequence = self.scheduler.abort(request_id, self._clock())
+        if sequence is None and self._connector is not None:
+            self._connector.release(request_id)
         return self._make_output(sequence, []) if sequence is not None else None
 
     def step(self) -> list[RequestOutput]:
@@ -177,8 +194,9 @@ class LLMEngine:
         An exception while executing ends those sequences with ``finish_reason`` ``error`` that cannot be computed
         alone either; all others, and the engine, go on.
         """
+        updates = self._poll_transfers()
         scheduler_output = self.scheduler.schedule(self._clock())
-        updates = self.scheduler.take_expired()
+        updates += self.scheduler.take_expired()
         if scheduler_output.scheduled:
             self._tell_started(scheduler_output)
             try:
@@ -186,7 +204,13 @@ class LLMEngine:
             except Exception as error:
                 logger.exception("a step of %d tokens failed", scheduler_output.num_tokens)
                 self._counters.num_retried_steps += 1
-                scheduler_output = self.scheduler.recompute_after_failed_transfers(scheduler_output)
+                broken, scheduler_output = (
+                    scheduler_output,
+                    self.scheduler.recompute_after_failed_transfers(scheduler_output),
+                )
+                if self._connector is not None:
+                    failed = self._connector.copies_failed(broken, self._clock())
+                    updates += [SequenceUpdate(sequence, []) for sequence in failed]
                 runner_output = execute_in_parts(self.runner, scheduler_output, error)
             updates += self.scheduler.update_from_output(scheduler_output, runner_output, self._clock())
             self._take_logprobs(updates, runner_output)
@@ -195,11 +219,22 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """State and totals after the last step."""
-        return self._counters.snapshot(self.scheduler, self.cost_model.coefficients)
+        kv_transfer = self._connector.stats() if self._connector is not None else None
+        return self._counters.snapshot(self.scheduler, self.cost_model.coefficients, kv_transfer)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no effect, while any sequence is running."""
         return self.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the threads and connections of transfers; the engine is not to be used any more."""
+        if self._connector is not None:
+            self._connector.close()
+
+    def _poll_transfers(self) -> list[SequenceUpdate]:
+        if self._connector is None:
+            return []
+        return [SequenceUpdate(sequence, []) for sequence in self._connector.poll(self._clock())]
 
     def _tell_started(self, scheduler_output: SchedulerOutput) -> None:
         if self.on_started is None:
@@ -253,7 +288,10 @@ class LLMEngine:
         told = None
         if logprobs is not None:
             told = logprobs.take(self._detokenizers[sequence.request_id].num_settled_tokens)
+        offer = None
         if sequence.is_finished:
+            if self._connector is not None:
+                offer = self._connector.finish(sequence, self._clock())
             del self._detokenizers[sequence.request_id]
             self._started.discard(sequence.request_id)
             self._logprobs.pop(sequence.request_id, None)
@@ -272,4 +310,7 @@ class LLMEngine:
             timings=request_timings(sequence) if has_first_token or sequence.is_finished else None,
             logprobs=told,
             max_tokens=sequence.sampling.max_tokens if sequence.max_tokens_asked is not None else None,
+            num_transferred_tokens=sequence.num_transferred_tokens,
+            kv_offer=offer,
+            transfer_failure=sequence.transfer_failure,
         )

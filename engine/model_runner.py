@@ -9,6 +9,7 @@ import torch
 
 from engine.config import DType, EngineConfig
 from engine.cpu_runtime import configure_cpu_runtime
+from engine.disaggregation.block_memory import TensorBlockMemory
 from engine.errors import ModelError
 from engine.grammar import GrammarCompiler
 from engine.input_batch import InputBatch
@@ -85,6 +86,8 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
+        self.block_memory = TensorBlockMemory(self.kv_cache)
+        """Blocks as bytes, for other engines."""
         self._second_tier = (
             SecondTierMemory(config.cache, self.kv_cache) if config.cache.second_tier != "none" else None
         )
@@ -127,6 +130,8 @@ class ModelRunner:
             return ModelRunnerOutput(sampled={})
         if self._second_tier is not None:
             self._second_tier.execute(scheduler_output.kv_stores, scheduler_output.kv_loads)
+        if scheduler_output.kv_receives:
+            self.block_memory.write_blocks(scheduler_output.kv_receives)
         batch = InputBatch.from_scheduler_output(
             scheduler_output, block_size=self.kv_cache.block_size, device=self.device
         )

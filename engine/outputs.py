@@ -8,6 +8,10 @@ from engine.sampling_params import SamplingParams
 from engine.token_logprobs import PositionLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+TransferFailure = Literal["timeout", "peer_gone", "not_offered", "layout", "corrupt", "evicted", "copy"]
+"""Why KV blocks did not come from another engine: not in time; its process or connection ended; it does not have them
+for this request (any more); it keeps them in another form; what came is not what was asked for; what they follow has
+left this engine's cache meanwhile; they could not be copied into the pool."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +39,21 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Slots for evicted blocks outside the pool."""
 
 
+class KVOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """KV blocks of a prompt that a prefill engine keeps for a decode engine, for a limited time."""
+
+    transfer_id: str
+    """Names the offer; not to be guessed."""
+    endpoint: str
+    """Where to ask for the blocks."""
+    num_tokens: int
+    """Leading prompt tokens that the blocks hold."""
+    layout: str
+    """Form of a block's bytes: only engines with the same one understand each other."""
+    lease_ms: float
+    """So long they are kept, counted from the end of the prefill."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """One sequence to compute."""
 
@@ -49,6 +68,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     """A higher one goes first; waiting lifts it, see ``SchedulerConfig.priority_ageing_s``."""
     deadline_ms: float | None = None
     """Longest useful time from arrival to the first token; what cannot keep it is refused or ends with an error."""
+    do_remote_decode: bool = False
+    """Another engine will decode: keep the blocks of the prompt for it, and say in the last output where they are."""
+    remote_prefill: KVOffer | None = None
+    """Another engine has computed the prompt: fetch its blocks from there."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -60,7 +83,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of one request went, measured inside the engine; ``engine.stats`` defines each figure.
 
-    ``queue_ms + prefill_ms + decode_ms`` is the request's whole time in the engine.
+    ``transfer_ms + queue_ms + prefill_ms + decode_ms`` is the request's whole time in the engine.
     """
 
     queue_ms: float
@@ -75,6 +98,8 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them that came from the prefix cache."""
     effective_tokens_per_s: float = 0.0
     """``input_tokens`` over ``compute_ms``; 0 before the first token."""
+    transfer_ms: float = 0.0
+    """Waiting for KV blocks of another engine, whether they came or not."""
 
     @property
     def compute_ms(self) -> float:
@@ -91,7 +116,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     new_token_ids: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens taken from the prefix cache when the sequence was first scheduled."""
+    """Prompt tokens taken from this engine's prefix cache when the sequence was first scheduled."""
     num_output_tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -106,6 +131,12 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
     logprobs: list[PositionLogprobs] | None = None
     """Of the tokens whose text this and earlier outputs have brought, as far as not told before; ``None`` where
     nobody asked for them."""
+    num_transferred_tokens: int = 0
+    """Prompt tokens whose KV blocks came from another engine; none of them is among the cached ones."""
+    kv_offer: KVOffer | None = None
+    """With the last output of a request with ``do_remote_decode``: where its blocks are; ``None`` if none are kept."""
+    transfer_failure: TransferFailure | None = None
+    """It ended with an error because its KV blocks did not come: with another prefill it may succeed."""
 
 
 class LatencyHistogram(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +157,43 @@ class LengthStats(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     queue: LatencyHistogram
     compute: LatencyHistogram
+
+
+class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Transfers of KV blocks to and from other engines since the start.
+
+    ``num_started`` is those completed, failed, cancelled, and under way.
+    """
+
+    num_started: int = 0
+    """Prompts whose blocks this engine went to fetch."""
+    num_completed: int = 0
+    num_failed: dict[str, int] = {}
+    """By ``TransferFailure``."""
+    num_cancelled: int = 0
+    """Their request ended while they were under way."""
+    num_under_way: int = 0
+    """Now."""
+    num_skipped: int = 0
+    """Offers that were not made use of, because too little of the prompt was missing."""
+    num_bytes: int = 0
+    """Received and found correct, or sent."""
+    transferred_tokens: int = 0
+    """Of prompts, received and used."""
+    recomputed_tokens: int = 0
+    """That should have come from another engine and were computed here instead."""
+    wait: LatencyHistogram | None = None
+    """From arrival until the blocks were there or had failed."""
+    num_offers: int = 0
+    """Prompts whose blocks were kept for another engine."""
+    num_offers_refused: int = 0
+    """Prompts whose blocks were not, because offers held as much of the pool as they may."""
+    num_leases: int = 0
+    """Offers now."""
+    num_leased_blocks: int = 0
+    """Blocks that they hold."""
+    num_leases_ended: dict[str, int] = {}
+    """By ``fetched``, ``released``, ``expired``, ``peer_gone``, ``poisoned``."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -156,3 +224,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Seconds per step, per token and per attention pair, as fitted; ``None`` before the first prefill."""
     by_length: dict[str, LengthStats] = {}
     """By the length bucket of the prompt, see ``engine.lengths``."""
+    transferred_prompt_tokens: int = 0
+    """Prompt tokens whose blocks came from another engine, counted once per sequence; not among the cached ones."""
+    kv_transfer: KVTransferStats | None = None
+    """``None`` for an engine that computes both phases itself."""

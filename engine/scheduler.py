@@ -25,7 +25,7 @@ from engine.admission import AdmissionController
 from engine.config import AdmissionConfig, SchedulerConfig
 from engine.cost_model import PrefillCostModel
 from engine.fairness import TenantAccounts
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv_cache_manager import ComputedBlocks, KVCacheManager
 from engine.outputs import FinishReason
 from engine.policies import StepBudget, make_policy
 from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
@@ -158,7 +158,9 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Choose the tokens of the next step and give them blocks. Nothing counts as computed before ``update``.
 
-        Never empty while a sequence is unfinished. What has missed its deadline ends here, see ``take_expired``.
+        Never empty while a sequence is unfinished, but where all of them wait for blocks that others hold: those of
+        another engine, or those that an offer to one keeps. What has missed its deadline ends here, see
+        ``take_expired``.
         """
         self._expire(now)
         num_new_tokens: dict[Sequence, int] = {}
@@ -169,11 +171,13 @@ class Scheduler:
             return SchedulerOutput(scheduled=[])
         finished_request_ids, self._finished_request_ids = self._finished_request_ids, []
         kv_stores, kv_loads = self.kv_cache_manager.take_transfers()
+        kv_receives = self.kv_cache_manager.received_blocks.take_receives()
         return SchedulerOutput(
             scheduled=[self._scheduled(sequence, count) for sequence, count in num_new_tokens.items()],
             finished_request_ids=finished_request_ids,
             kv_stores=kv_stores,
             kv_loads=kv_loads,
+            kv_receives=kv_receives,
         )
 
     def take_expired(self) -> list[SequenceUpdate]:
@@ -222,6 +226,7 @@ class Scheduler:
         """
         self.kv_cache_manager.fail_step([*scheduler_output.kv_stores, *scheduler_output.kv_loads])
         loaded = {load.block_id for load in scheduler_output.kv_loads}
+        loaded |= {receive.block_id for receive in scheduler_output.kv_receives}
         scheduled = []
         for part in scheduler_output.scheduled:
             if loaded.isdisjoint(part.block_ids):
@@ -260,7 +265,8 @@ class Scheduler:
         manager = self.kv_cache_manager
         prefills = [sequence for sequence in self.running if not sequence.is_decoding]
         can_admit = len(self.running) < self.policy.max_num_running
-        candidates = self.policy.order(prefills, self.waiting if can_admit else (), self.accounts, now)
+        waiting = [sequence for sequence in self.waiting if not sequence.awaits_kv] if can_admit else []
+        candidates = self.policy.order(prefills, waiting, self.accounts, now)
         # What running prefills still need is theirs; one more block each keeps a new one from being preempted at once.
         num_reserved_blocks: int | None = None
         was_running = set(prefills)
@@ -289,7 +295,7 @@ class Scheduler:
                 continue
             new_blocks = manager.allocate_slots(sequence, count, computed)
             assert new_blocks is not None, f"{sequence.request_id} fits, but gets no blocks"
-            self._admit(sequence, computed.num_tokens, now)
+            self._admit(sequence, computed, now)
             num_new_tokens[sequence] = count
             budget.add_prefill(count, computed.num_tokens)
             num_reserved_blocks += manager.num_missing_blocks(sequence) + 1
@@ -315,14 +321,15 @@ class Scheduler:
         num_new_tokens[sequence] = count
         return True
 
-    def _admit(self, sequence: Sequence, num_computed_tokens: int, now: float) -> None:
+    def _admit(self, sequence: Sequence, computed: ComputedBlocks, now: float) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.status = SequenceStatus.RUNNING
-        sequence.num_computed_tokens = num_computed_tokens
+        sequence.num_computed_tokens = computed.num_tokens
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now
-            sequence.num_cached_tokens = num_computed_tokens
+            sequence.num_transferred_tokens = len(computed.received) * self.kv_cache_manager.block_size
+            sequence.num_cached_tokens = computed.num_tokens - sequence.num_transferred_tokens
 
     def _contain(self, runner_output: ModelRunnerOutput) -> None:
         """Values that were not finite reached some blocks: forget these, and compute anew who relies on them."""
@@ -373,6 +380,7 @@ class Scheduler:
             sequence.check_integrity()
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING, f"{sequence.request_id} runs as {sequence.status}"
+            assert not sequence.awaits_kv, f"{sequence.request_id} runs while its blocks are on the way"
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING, f"{sequence.request_id} waits as {sequence.status}"
             assert sequence.num_computed_tokens == 0, f"{sequence.request_id} waits with computed tokens"

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.received_blocks import KVReceive
 from engine.sampling_params import SamplingParams
 from engine.second_tier import KVTransfer
 
@@ -60,6 +61,8 @@ class SchedulerOutput:
     """Blocks to copy to the second tier before anything else."""
     kv_loads: list[KVTransfer] = field(default_factory=list)
     """Blocks to copy from it, after that and before anything is computed."""
+    kv_receives: list[KVReceive] = field(default_factory=list)
+    """Blocks to fill with what came from another engine, likewise."""
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.block_hash import HashedBlock
-from engine.outputs import FinishReason, GenerateRequest
+from engine.outputs import FinishReason, GenerateRequest, KVOffer, TransferFailure
 from engine.sampling_params import SamplingParams
 
 
@@ -36,6 +36,10 @@ class Sequence:
     """A higher one goes first."""
     deadline_s: float | None = None
     """When the first token has to be there; one that has not been scheduled by then ends with an error."""
+    do_remote_decode: bool = False
+    """Its prompt's blocks are to be kept for another engine when it ends."""
+    remote_prefill: KVOffer | None = None
+    """Where another engine keeps blocks of its prompt."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     token_ids: list[int] = field(init=False)
@@ -46,6 +50,10 @@ class Sequence:
     """Chain over the full blocks of ``token_ids``, extended by the KV cache manager when it needs it."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first scheduled."""
+    num_transferred_tokens: int = 0
+    """Prompt tokens whose blocks came from another engine, known when first scheduled."""
+    awaits_kv: bool = False
+    """It waits for blocks of another engine: it is not to be scheduled yet, and holds nothing."""
     num_public_blocks: int | None = None
     """Leading blocks that are shared with all tenants; ``None`` before the KV cache manager has looked."""
     num_prefix_waits: int = 0
@@ -57,6 +65,8 @@ class Sequence:
     max_tokens_asked: int | None = None
     """What ``max_tokens`` was before it was reduced to the room left in the window; ``None`` where it was not."""
 
+    transfer_ended_s: float | None = None
+    """When the blocks of another engine had come, or had failed to; ``None`` where none were asked for."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -71,6 +81,8 @@ class Sequence:
     error: str | None = None
     is_expired: bool = False
     """It ended because nothing of it had been scheduled by its deadline."""
+    transfer_failure: TransferFailure | None = None
+    """It ended because blocks of another engine did not come."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -94,6 +106,8 @@ class Sequence:
             tenant_id=request.tenant_id,
             priority=request.priority,
             deadline_s=None if request.deadline_ms is None else arrival_s + request.deadline_ms / 1e3,
+            do_remote_decode=request.do_remote_decode,
+            remote_prefill=request.remote_prefill,
         )
 
     @property

@@ -2,15 +2,16 @@
 
 Definitions, by the engine's clock::
 
-    arrival ---- queue ----> first scheduled ---- prefill ----> first token ---- decode ----> end
+    arrival -- transfer --> blocks are there -- queue --> first scheduled -- prefill --> first token -- decode --> end
 
-    queue_ms    waiting before any of its tokens is in a step
+    transfer_ms waiting for KV blocks of another engine; 0 where none were asked for
+    queue_ms    waiting before any of its tokens is in a step, after that
     prefill_ms  until its first output token is sampled: its own chunks, all that ran between them, and what a
                 preemption before it cost; also called compute_ms
     decode_ms   until its last output token; 0 for an output of one token
 
-The end is the last token, or the moment of an abort or failure; a part that was not reached is 0. The three add up to
-the request's time in the engine; the time to first token as the engine sees it is queue_ms + prefill_ms.
+The end is the last token, or the moment of an abort or failure; a part that was not reached is 0. The four add up to
+the request's time in the engine; the time to first token as the engine sees it is the sum of the first three.
 
     effective_tokens_per_s   input tokens / prefill_ms, cached ones included: how fast the prompt seemed to be read.
                              Without cached ones it is the prefill rate of the machine under its load.
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 
 from engine.cost_model import CostCoefficients
 from engine.lengths import LENGTH_BUCKETS, LengthBucket, length_bucket
-from engine.outputs import EngineStats, LatencyHistogram, LengthStats, RequestTimings
+from engine.outputs import EngineStats, KVTransferStats, LatencyHistogram, LengthStats, RequestTimings
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
@@ -35,12 +36,18 @@ def request_timings(sequence: Sequence) -> RequestTimings:
     """Timings of a sequence that has its first token or has ended."""
     end_s = sequence.finished_s if sequence.finished_s is not None else sequence.last_token_s
     assert end_s is not None, f"{sequence.request_id} has neither a token nor an end"
+    ready_s = sequence.arrival_s
+    if sequence.transfer_ended_s is not None:
+        ready_s = sequence.transfer_ended_s
+    elif sequence.awaits_kv:  # it ended before that
+        ready_s = end_s
     scheduled_s = sequence.first_scheduled_s if sequence.first_scheduled_s is not None else end_s
     first_token_s = sequence.first_token_s if sequence.first_token_s is not None else end_s
     prefill_s = first_token_s - scheduled_s
     has_rate = sequence.first_token_s is not None and prefill_s > 0
     return RequestTimings(
-        queue_ms=(scheduled_s - sequence.arrival_s) * 1e3,
+        transfer_ms=(ready_s - sequence.arrival_s) * 1e3,
+        queue_ms=(scheduled_s - ready_s) * 1e3,
         prefill_ms=prefill_s * 1e3,
         decode_ms=(end_s - first_token_s) * 1e3,
         num_chunks=sequence.num_chunks,
@@ -52,15 +59,19 @@ def request_timings(sequence: Sequence) -> RequestTimings:
 
 
 @dataclass(slots=True)
-class _Histogram:
+class Histogram:
+    """Counts durations, in ms, in the bins of ``UPPER_MS``."""
+
     counts: list[int] = field(default_factory=lambda: [0] * (len(UPPER_MS) + 1))
     sum_ms: float = 0.0
 
     def add(self, duration_ms: float) -> None:
+        """Count one."""
         self.counts[bisect.bisect_left(UPPER_MS, duration_ms)] += 1
         self.sum_ms += duration_ms
 
     def snapshot(self) -> LatencyHistogram:
+        """The counts so far."""
         return LatencyHistogram(upper_ms=UPPER_MS, counts=tuple(self.counts), sum_ms=self.sum_ms)
 
 
@@ -69,8 +80,8 @@ class _LengthCounters:
     num_requests: int = 0
     input_tokens: int = 0
     cached_tokens: int = 0
-    queue: _Histogram = field(default_factory=_Histogram)
-    compute: _Histogram = field(default_factory=_Histogram)
+    queue: Histogram = field(default_factory=Histogram)
+    compute: Histogram = field(default_factory=Histogram)
 
     def snapshot(self) -> LengthStats:
         return LengthStats(
@@ -90,6 +101,7 @@ class EngineCounters:
     """Executed or failed."""
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    transferred_prompt_tokens: int = 0
     generation_tokens: int = 0
     num_retried_steps: int = 0
     """Failed as a whole and computed again in parts."""
@@ -103,6 +115,7 @@ class EngineCounters:
         if sequence.num_output_tokens == 1:
             self.prompt_tokens += sequence.num_prompt_tokens
             self.cached_prompt_tokens += sequence.num_cached_tokens
+            self.transferred_prompt_tokens += sequence.num_transferred_tokens
             timings = request_timings(sequence)
             counters = self.by_length[length_bucket(sequence.num_prompt_tokens)]
             counters.num_requests += 1
@@ -111,7 +124,12 @@ class EngineCounters:
             counters.queue.add(timings.queue_ms)
             counters.compute.add(timings.compute_ms)
 
-    def snapshot(self, scheduler: Scheduler, coefficients: CostCoefficients | None = None) -> EngineStats:
+    def snapshot(
+        self,
+        scheduler: Scheduler,
+        coefficients: CostCoefficients | None = None,
+        kv_transfer: KVTransferStats | None = None,
+    ) -> EngineStats:
         """State of the engine now."""
         return EngineStats(
             num_running=len(scheduler.running),
@@ -129,4 +147,6 @@ class EngineCounters:
             num_retried_steps=self.num_retried_steps,
             cost_coefficients=coefficients,
             by_length={name: counters.snapshot() for name, counters in self.by_length.items()},
+            transferred_prompt_tokens=self.transferred_prompt_tokens,
+            kv_transfer=kv_transfer,
         )

@@ -188,8 +188,12 @@ def make_byte_tokenizer() -> Tokenizer:
     )
 
 
+DIGEST_BYTES = 8
+"""What a slot of the fake model holds."""
+
+
 def _digest(*parts: bytes) -> bytes:
-    return hashlib.blake2b(b"".join(parts), digest_size=8).digest()
+    return hashlib.blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
 
 
 def _sample(past: Iterable[bytes]) -> int:
@@ -245,6 +249,11 @@ class FakeModelRunner:
             self.tier[store.slot] = self.slots[store.block_id * size : (store.block_id + 1) * size]
         for load in scheduler_output.kv_loads:
             self.slots[load.block_id * size : (load.block_id + 1) * size] = self.tier[load.slot]
+        for receive in scheduler_output.kv_receives:
+            digests = bytes(receive.data)
+            self.slots[receive.block_id * size : (receive.block_id + 1) * size] = [
+                digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)
+            ]
         if self.raising_request_ids.intersection(part.request_id for part in scheduler_output.scheduled):
             raise MemoryError("the fake device is full")
         if self.fail_next_step:

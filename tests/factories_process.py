@@ -118,6 +118,9 @@ class FakeEngine:
                 self._running[request_id] = (request, num_output_tokens)
         return outputs
 
+    def close(self) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._running),

@@ -163,7 +163,7 @@ def test_free_of_a_sequence_without_blocks_is_harmless() -> None:
 def test_without_prefix_caching_nothing_is_shared() -> None:
     manager = make_kv_cache_manager(enable_prefix_caching=False)
     compute(manager, make_sequence(12, request_id="a"))
-    assert manager.get_computed_blocks(make_sequence(12, request_id="b")) == ([], 0, ())
+    assert manager.get_computed_blocks(make_sequence(12, request_id="b")) == ([], 0, (), ())
 
 
 def test_reset_waits_until_no_sequence_holds_blocks() -> None:

@@ -129,8 +129,8 @@ def test_timings_come_with_the_first_and_the_last_token_and_add_up() -> None:
     assert middle.timings is None
     assert first.timings is not None
     assert last.timings is not None
-    assert msgspec.structs.astuple(first.timings) == (1000, 2000, 0, 2, 0, 8, 0, 4.0)
-    assert msgspec.structs.astuple(last.timings) == (1000, 2000, 4000, 2, 0, 8, 0, 4.0)
+    assert msgspec.structs.astuple(first.timings) == (1000, 2000, 0, 2, 0, 8, 0, 4.0, 0)
+    assert msgspec.structs.astuple(last.timings) == (1000, 2000, 4000, 2, 0, 8, 0, 4.0, 0)
 
 
 def test_output_of_one_token_has_timings_once() -> None:

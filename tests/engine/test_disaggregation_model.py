@@ -1,0 +1,117 @@
+"""Prefill and decode in two engines over a real forward pass in fp32: greedy tokens are those of a single engine."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from factories_engine import make_request
+from factories_model import make_llama, save_llama
+from factories_tokenizer import write_byte_level_folder
+
+from engine.chat_template import ChatTokenizer
+from engine.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from engine.disaggregation.block_memory import TensorBlockMemory
+from engine.kv_cache import KVCache
+from engine.llm_engine import LLMEngine
+from engine.model_spec import ModelSpec
+from engine.outputs import GenerateRequest, RequestOutput
+from engine.received_blocks import KVReceive
+from engine.weights import open_checkpoint
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: byte-level tokenizer, config, random weights."""
+    folder = write_byte_level_folder(tmp_path_factory.mktemp("models") / "tiny-llama")
+    vocab_size = ChatTokenizer.from_path(folder).tokenizer.vocab_size
+    return save_llama(folder, make_llama(vocab_size=vocab_size))
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_llama: Path) -> ModelSpec:
+    return open_checkpoint(tiny_llama).spec
+
+
+@contextmanager
+def loaded(model: Path, role: str, dtype: str = "fp32") -> Iterator[LLMEngine]:
+    engine = LLMEngine.from_config(
+        EngineConfig(
+            model=ModelConfig(model=str(model), dtype=dtype),  # type: ignore[arg-type]
+            cache=CacheConfig(num_blocks=64, block_size=4),
+            scheduler=SchedulerConfig(long_prefill_token_threshold=16),
+            kv_transfer=KVTransferConfig(role=role, min_transfer_tokens=1),  # type: ignore[arg-type]
+            num_threads=1,
+        )
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def answer(engine: LLMEngine, request: GenerateRequest) -> list[RequestOutput]:
+    engine.add_request(request)
+    outputs: list[RequestOutput] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not outputs or outputs[-1].finish_reason is None:
+        assert time.monotonic() < deadline_s
+        outputs += engine.step()
+        engine.scheduler.check_integrity()
+        time.sleep(0.001)
+    return outputs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.new_token_ids]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_greedy_tokens_do_not_depend_on_which_engine_computed_the_prompt(tiny_llama: Path, dtype: str) -> None:
+    prompts = [[(3 * i + n) % 120 for i in range(n)] for n in (9, 40, 63)]
+    with (
+        loaded(tiny_llama, "both", dtype) as single,
+        loaded(tiny_llama, "prefill", dtype) as prefill,
+        loaded(tiny_llama, "decode", dtype) as decode,
+    ):
+        for index, prompt in enumerate(prompts):
+            request = make_request(prompt, request_id=f"r{index}", max_tokens=12, ignore_eos=True)
+            expected = tokens_of(answer(single, request))
+            first = msgspec.structs.replace(
+                request, sampling=msgspec.structs.replace(request.sampling, max_tokens=1), do_remote_decode=True
+            )
+            offered = answer(prefill, first)
+            assert tokens_of(offered) == expected[:1]
+            outputs = answer(decode, msgspec.structs.replace(request, remote_prefill=offered[-1].kv_offer))
+            assert outputs[0].num_transferred_tokens == (len(prompt) - 1) // 4 * 4 - outputs[0].num_cached_tokens
+            assert tokens_of(outputs) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_come_out_of_another_cache_bit_by_bit(spec: ModelSpec, dtype: torch.dtype) -> None:
+    one, other = (KVCache(spec, num_blocks=6, block_size=4, dtype=dtype) for _ in range(2))
+    for layer in one.layers:
+        layer.copy_(torch.randn(layer.shape))
+    source, target = TensorBlockMemory(one), TensorBlockMemory(other)
+    data = memoryview(source.read_blocks([4, 1]))
+    assert source.layout == target.layout
+    assert len(data) == 2 * source.block_bytes
+    halves = data[: source.block_bytes], data[source.block_bytes :]
+    target.write_blocks([KVReceive(0, halves[0]), KVReceive(5, halves[1])])
+    for from_layer, to_layer in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(to_layer[:, [0, 5]], from_layer[:, [4, 1]])
+        assert not to_layer[:, [1, 2, 3, 4]].any()
+
+
+def test_layout_tells_types_and_shapes_apart(spec: ModelSpec) -> None:
+    layouts = {
+        TensorBlockMemory(KVCache(spec, num_blocks=1, block_size=size, dtype=dtype)).layout
+        for size in (4, 8)
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+    assert len(layouts) == 4
