@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
 _Z = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
+_Z_POWER = 0.8416212335729143  # 80 % quantile: the power of a planned comparison
+_MIN_PAIRS = 6
 _MAX_DRAWN = 4_000_000  # indexes held at once
 
 Method = Literal["wilson", "bootstrap"]
@@ -46,6 +48,10 @@ class PairedDifference(NamedTuple):
     only_arm: int
     only_baseline: int
     mcnemar_p: float
+    num_needed: int | None
+    """Pairs at which a true difference of this size is found four times in five; ``None`` for a difference of 0."""
+    detectable: float
+    """Smallest true difference that this many pairs find four times in five."""
 
 
 def wilson(num_successes: int, num_trials: int) -> Interval:
@@ -113,7 +119,36 @@ def compare(arm: Sequence[float], baseline: Sequence[float], *, seed: int) -> Pa
         only_arm=only_arm,
         only_baseline=only_baseline,
         mcnemar_p=mcnemar(only_arm, only_baseline),
+        num_needed=num_needed(differences),
+        detectable=detectable(differences),
     )
+
+
+def num_needed(differences: Sequence[float]) -> int | None:
+    """Pairs that a true difference like the mean one needs to be found at 5 % with a power of 80 %.
+
+    ``None`` where the mean is 0. Never below 6: fewer pairs cannot be significant in an exact test.
+
+    >>> num_needed([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    71
+    """
+    array = _checked(differences)
+    mean = float(array.mean())
+    if mean == 0.0:
+        return None
+    return max(_MIN_PAIRS, math.ceil(((_Z + _Z_POWER) / mean) ** 2 * float(array.var())))
+
+
+def detectable(differences: Sequence[float]) -> float:
+    """The difference that so many pairs find at 5 % with a power of 80 %, given how much the pairs scatter.
+
+    Where no pair differs, the largest share of differing pairs that chance hides from so many (at 95 %): a hundred
+    equal pairs still leave room for three in a hundred.
+    """
+    array = _checked(differences)
+    if not array.any():
+        return 1.0 - float((1.0 - CONFIDENCE) ** (1.0 / array.size))
+    return float((_Z + _Z_POWER) * array.std() / math.sqrt(array.size))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

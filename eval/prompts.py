@@ -9,14 +9,16 @@ from eval.samples import Case, Chunk
 from eval.scoring import SearchText, Span
 
 SYSTEM_PROMPT = "Answer the question in a few words, using only the documents."
+CITING_SYSTEM_PROMPT = f"{SYSTEM_PROMPT} Cite the documents you used by their numbers, like [2]."
 HISTORY_SYSTEM_PROMPT = "You are a helpful assistant."
 
 
-def case_messages(case: Case, *, with_history: bool = True) -> list[dict[str, str]]:
-    """System prompt, earlier turns, question."""
+def case_messages(case: Case, *, with_history: bool = True, citations: bool = False) -> list[dict[str, str]]:
+    """System prompt, earlier turns, question. With ``citations`` the system prompt asks for them."""
+    system = CITING_SYSTEM_PROMPT if citations else SYSTEM_PROMPT
     history = [{"role": turn.role, "content": turn.content} for turn in case.history] if with_history else []
     return [
-        {"role": "system", "content": HISTORY_SYSTEM_PROMPT if case.is_history else SYSTEM_PROMPT},
+        {"role": "system", "content": HISTORY_SYSTEM_PROMPT if case.is_history else system},
         *history,
         {"role": "user", "content": case.question},
     ]
@@ -28,11 +30,16 @@ def case_documents(case: Case) -> list[dict[str, Any]]:
 
 
 def full_request(
-    case: Case, *, policy: str | None = None, max_input_tokens: int | None = None, max_tokens: int | None = None
+    case: Case,
+    *,
+    policy: str | None = None,
+    max_input_tokens: int | None = None,
+    max_tokens: int | None = None,
+    citations: bool = False,
 ) -> PromptRequest:
     """Everything the case has: history and documents."""
     return PromptRequest(
-        messages=case_messages(case),
+        messages=case_messages(case, citations=citations),
         documents=case_documents(case),
         policy=policy,
         max_input_tokens=max_input_tokens,
@@ -40,9 +47,11 @@ def full_request(
     )
 
 
-def fixed_request(case: Case, *, policy: str | None = None, max_tokens: int | None = None) -> PromptRequest:
+def fixed_request(
+    case: Case, *, policy: str | None = None, max_tokens: int | None = None, citations: bool = False
+) -> PromptRequest:
     """The same without what a budget is about: the documents, or in history cases the history."""
-    messages = case_messages(case, with_history=not case.is_history)
+    messages = case_messages(case, with_history=not case.is_history, citations=citations)
     return PromptRequest(messages=messages, policy=policy, max_tokens=max_tokens)
 
 
@@ -77,6 +86,7 @@ def sent_context(compaction: Compaction, case: Case) -> str:
     question and, where the passages are judged, the history.
     """
     own = [message["content"] for message in case_messages(case, with_history=not case.is_history)]
+    own.append(CITING_SYSTEM_PROMPT)
     return "\n".join(_without_own(message_text(message), own) for message in compaction.messages)
 
 

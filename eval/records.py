@@ -9,7 +9,8 @@ import msgspec
 
 from eval.manifest import Manifest
 
-ArmKind = Literal["reduced", "first", "full"]
+ArmKind = Literal["reduced", "first", "full", "baseline"]
+GroupKind = Literal["language", "length"]
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,9 +19,20 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: ArmKind
     """``reduced``: by the gateway. ``first``: the first whole passages, at least as many tokens as the reduced arm of
-    the same budget kept. ``full``: every passage."""
+    the same budget kept. ``full``: every passage. ``baseline``: chosen by a named method and sent unreduced."""
     budget: float | None = None
     """Share of the passages' tokens (of the history's, in history cases) that may stay; ``None`` sets no limit."""
+    policy: str | None = None
+    """Policy of a reduced arm; ``None`` is the tenant's."""
+    method: str | None = None
+    """Method of a baseline arm; see ``eval.selectors``."""
+
+
+class SkippedArm(msgspec.Struct, frozen=True, kw_only=True):
+    """A baseline that was asked for and cannot run here."""
+
+    name: str
+    reason: str
 
 
 class CompactionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +60,10 @@ class CompactionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Passages reported as kept whose text is not in the returned messages; they count as dropped."""
     degraded: dict[str, str] = {}
     """Stage -> why it fell back to a cheaper method."""
+    labels: dict[str, list[str]] = {}
+    """Label in the prompt -> ids of the passages that stand under it."""
+    is_empty: bool = False
+    """Nothing of the passages (of the history) is in the messages: a failure, and recall 0."""
     error: str | None = None
     """The request failed; the arm scores 0 on this case."""
 
@@ -74,16 +90,28 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float | None = None
     total_ms: float = 0.0
     finish_reason: str | None = None
+    from_cache: bool = False
+    """Made by an earlier run from the same messages; its times are not this run's."""
     does_not_fit: bool = False
     """The prompt is longer than the window: there is no answer."""
     error: str | None = None
 
 
 class AnswerScore(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the model's answer contains an accepted one."""
+    """The model's answer against the accepted ones."""
 
     arm: str
     contains: float
+    exact: float = 0.0
+    f1: float = 0.0
+    num_cited: int = 0
+    num_cited_valid: int = 0
+    """Cited labels that name a passage of the prompt."""
+    num_cited_supporting: int = 0
+    """Those whose passage is evidence or states an accepted answer."""
+    judge: float | None = None
+    """Verdict of the judge model; ``None`` without one. A verdict that failed is 0."""
+    judge_error: str | None = None
 
 
 class CaseRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +147,18 @@ class Redundancy(msgspec.Struct, frozen=True, kw_only=True):
     near_pairs: int
 
 
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """An arm on the cases of one language or one length."""
+
+    kind: GroupKind
+    name: str
+    num_cases: int
+    answer: Score | None
+    evidence: Score | None
+    contains: Score | None
+    tokens_kept: float | None
+
+
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the recall table."""
 
@@ -129,6 +169,8 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Passages reported as kept that were not in the messages, over all cases."""
     num_degraded: int
     """Cases in which a stage fell back to a cheaper method."""
+    num_empty: int = 0
+    """Cases of which nothing was left in the prompt; they count as failures."""
     answer: Score | None
     evidence: Score | None
     support: Score | None
@@ -141,6 +183,8 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     reduce_ms_median: float | None
     reduce_ms_p90: float | None
     redundancy: Redundancy | None = None
+    groups: list[GroupSummary] = []
+    """By language and by length of the full prompt."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +200,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     only_arm: int
     only_baseline: int
     mcnemar_p: float
+    num_needed: int | None = None
+    """Cases at which a true difference of this size is found four times in five; ``None`` where there is none."""
+    detectable: float | None = None
+    """Smallest true difference that this many cases find four times in five: a smaller one is inside the noise."""
 
 
 class AnswerSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,11 +223,37 @@ class AnswerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean; prompts are not all cold where it is above a few blocks."""
     ttft_ms_median: float | None
     ttft_ms_p90: float | None
+    exact: Score | None = None
+    f1: Score | None = None
+    num_cited: int = 0
+    """Labels cited by all answers of the arm."""
+    citation_validity: float | None = None
+    """Share of them that name a passage of the prompt; ``None`` without citations."""
+    citation_support: float | None = None
+    """Share of them whose passage is evidence or states an accepted answer."""
+    judge: Score | None = None
+    judge_kappa: float | None = None
+    """Cohen's kappa between judge and containment: 1 is agreement, 0 what chance gives; ``None`` where undefined."""
+    num_judge_failures: int = 0
+    num_from_cache: int = 0
+
+
+class GateVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a threshold says of one arm."""
+
+    threshold: str
+    arm: str
+    outcome: Literal["pass", "fail", "undecided"]
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    reason: str = ""
 
 
 class RecallReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one run. ``cases`` go to a file of their own beside it."""
 
+    kind: Literal["recall"] = "recall"
     manifest: Manifest
     arms: list[ArmSummary]
     comparisons: list[Comparison]
@@ -189,6 +263,9 @@ class RecallReport(msgspec.Struct, frozen=True, kw_only=True):
     first_errors: list[str] = []
     """The first few errors, word for word."""
     cases_file: str | None = None
+    skipped: list[SkippedArm] = []
+    judge_model: str | None = None
+    gate: list[GateVerdict] = []
 
     @property
     def num_errors(self) -> int:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eval.records import AnswerSummary, ArmSummary, Comparison, RecallReport, Score
+from eval.records import AnswerSummary, Arm, ArmSummary, Comparison, GateVerdict, RecallReport, Score
 
 NOTHING = "–"
 
@@ -14,7 +14,12 @@ _RECALL_NOTE = (
     "95 % intervals in brackets. Recall is judged on the text in the compacted messages. 'gold text': how much of the "
     "kept gold passages was not trimmed. 'first passages': the first whole passages in the retriever's order, at "
     "least as many tokens as the arm above kept. 'no budget' runs first on every case and embeds its passages; the "
-    "arms after it find the embeddings cached."
+    "arms after it find the embeddings cached. Baselines named by their method have the same budget, or the tokens "
+    "that the arm kept."
+)
+_COMPARISON_NOTE = (
+    "'needed': pairs at which a true difference of this size is found four times in five. 'detectable': the smallest "
+    "difference that the pairs at hand would find; below it 'no difference' means 'not seen'."
 )
 _ANSWER_NOTE = (
     "'contains': the answer contains an accepted one; a prompt that does not fit counts as no answer. Tokens and times "
@@ -34,8 +39,17 @@ def print_recall(console: Console, report: RecallReport) -> None:
     if report.answers:
         console.print(_answer_table(report.answers))
         console.print(_ANSWER_NOTE, style="dim")
+        if report.judge_model is not None:
+            console.print(_judge_table(report.answers, report.judge_model))
+        if any(row.num_cited for row in report.answers):
+            console.print(_citation_table(report.answers))
     if report.comparisons:
         console.print(_comparison_table(report.comparisons))
+        console.print(_COMPARISON_NOTE, style="dim")
+    if any(len(row.groups) > 2 for row in report.arms):
+        console.print(_group_table(report.arms))
+    if report.gate:
+        console.print(_gate_table(report.gate))
     _print_warnings(console, report)
 
 
@@ -58,6 +72,13 @@ def bar(share: float, width: int) -> str:
     return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
 
 
+def arm_label(arm: Arm) -> str:
+    """The arm's name in a table, where baselines stand indented under the arm that they are compared with."""
+    if arm.kind == "first":
+        return "  first passages"
+    return f"  {arm.method}" if arm.kind == "baseline" else arm.name
+
+
 def _score(score: Score | None) -> str:
     if score is None:
         return NOTHING
@@ -78,10 +99,10 @@ def _recall_table(rows: Sequence[ArmSummary], title: str) -> Table:
     table.add_column("reduce ms p50 / p90", justify="right")
     table.add_column("errors", justify="right")
     for row in rows:
-        is_baseline = row.arm.kind == "first"
+        is_baseline = row.arm.kind != "reduced"
         times = f"{milliseconds(row.reduce_ms_median)} / {milliseconds(row.reduce_ms_p90)}"
         table.add_row(
-            "  first passages" if is_baseline else row.arm.name,
+            arm_label(row.arm),
             str(row.num_cases),
             _score(row.answer),
             _score(row.evidence),
@@ -89,7 +110,7 @@ def _recall_table(rows: Sequence[ArmSummary], title: str) -> Table:
             percent(row.gold_text),
             percent(row.tokens_kept),
             NOTHING if is_baseline else times,
-            NOTHING if is_baseline else str(row.num_errors),
+            NOTHING if row.arm.kind in ("first", "full") else str(row.num_errors),
             style="dim" if is_baseline else None,
         )
     return table
@@ -118,6 +139,8 @@ def _answer_table(rows: Sequence[AnswerSummary]) -> Table:
     table.add_column("does not fit", justify="right")
     table.add_column("contains", justify="right")
     table.add_column("contains, full fits", justify="right")
+    table.add_column("F1", justify="right")
+    table.add_column("exact", justify="right")
     table.add_column("prompt tokens p50", justify="right")
     table.add_column("cached mean", justify="right")
     table.add_column("TTFT ms p50 / p90", justify="right")
@@ -129,6 +152,8 @@ def _answer_table(rows: Sequence[AnswerSummary]) -> Table:
             str(row.num_does_not_fit),
             _score(row.contains),
             _score(row.contains_where_full_fits),
+            percent(row.f1.mean if row.f1 else None),
+            percent(row.exact.mean if row.exact else None),
             NOTHING if row.prompt_tokens is None else f"{row.prompt_tokens:,.0f}",
             NOTHING if row.cached_tokens is None else f"{row.cached_tokens:,.0f}",
             f"{milliseconds(row.ttft_ms_median)} / {milliseconds(row.ttft_ms_p90)}",
@@ -137,11 +162,63 @@ def _answer_table(rows: Sequence[AnswerSummary]) -> Table:
     return table
 
 
+def _judge_table(rows: Sequence[AnswerSummary], model: str) -> Table:
+    table = Table(title=f"Judge model {model}", title_justify="left")
+    for heading in ("arm", "agrees", "kappa with containment", "failed verdicts"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for row in rows:
+        kappa = NOTHING if row.judge_kappa is None else f"{row.judge_kappa:.2f}"
+        table.add_row(row.arm.name, _score(row.judge), kappa, str(row.num_judge_failures))
+    return table
+
+
+def _citation_table(rows: Sequence[AnswerSummary]) -> Table:
+    table = Table(title="Citations", title_justify="left")
+    for heading in ("arm", "labels cited", "in the prompt", "support the answer"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for row in rows:
+        shares = (percent(row.citation_validity), percent(row.citation_support))
+        table.add_row(row.arm.name, str(row.num_cited), *shares)
+    return table
+
+
+def _group_table(rows: Sequence[ArmSummary]) -> Table:
+    table = Table(title="By language and by length of the full prompt", title_justify="left")
+    for heading in ("arm", "group", "cases", "answer recall", "evidence recall", "contains", "tokens kept"):
+        table.add_column(heading, justify="left" if heading in ("arm", "group") else "right")
+    for row in rows:
+        if row.arm.kind != "reduced":
+            continue
+        for group in row.groups:
+            table.add_row(
+                row.arm.name,
+                group.name,
+                str(group.num_cases),
+                _score(group.answer),
+                _score(group.evidence),
+                _score(group.contains),
+                percent(group.tokens_kept),
+            )
+    return table
+
+
+def _gate_table(rows: Sequence[GateVerdict]) -> Table:
+    table = Table(title="Gate", title_justify="left")
+    for heading in ("threshold", "arm", "outcome", "value", "95 % interval", "why"):
+        table.add_column(heading)
+    styles = {"pass": "green", "fail": "bold red", "undecided": "yellow"}
+    for row in rows:
+        interval = NOTHING if row.low is None or row.high is None else f"[{row.low:+.3f}, {row.high:+.3f}]"
+        value = NOTHING if row.value is None else f"{row.value:.4g}"
+        table.add_row(row.threshold, row.arm, Text(row.outcome, styles[row.outcome]), value, interval, row.reason)
+    return table
+
+
 def _comparison_table(rows: Sequence[Comparison]) -> Table:
     table = Table(title="Paired differences", title_justify="left")
     for heading in ("metric", "arm", "against"):
         table.add_column(heading)
-    for heading in ("pairs", "difference", "only arm", "only other", "McNemar p"):
+    for heading in ("pairs", "difference", "only arm", "only other", "McNemar p", "needed", "detectable"):
         table.add_column(heading, justify="right")
     for row in rows:
         difference = f"{100 * row.difference:+.1f} [{100 * row.low:+.1f}, {100 * row.high:+.1f}]"
@@ -154,6 +231,8 @@ def _comparison_table(rows: Sequence[Comparison]) -> Table:
             str(row.only_arm),
             str(row.only_baseline),
             f"{row.mcnemar_p:.3g}",
+            NOTHING if row.num_needed is None else f"{row.num_needed:,}",
+            NOTHING if row.detectable is None else f"{100 * row.detectable:.1f}",
         )
     return table
 
@@ -164,6 +243,11 @@ def _print_warnings(console: Console, report: RecallReport) -> None:
         warnings.append(f"{unproven} passages were reported as kept, but their text is not in the messages")
     if report.num_count_mismatches:
         warnings.append(f"{report.num_count_mismatches} answers had another prompt_tokens than compaction announced")
+    if num_empty := sum(row.num_empty for row in report.arms):
+        warnings.append(f"{num_empty} prompts hold nothing of their passages; they count as failures")
+    if cached := sum(row.num_from_cache for row in report.answers):
+        warnings.append(f"{cached} answers come from the cache of generations; their times are left out")
+    warnings += [f"baseline {skipped.name} was skipped: {skipped.reason}" for skipped in report.skipped]
     if degraded := sum(row.num_degraded for row in report.arms):
         warnings.append(f"{degraded} reductions fell back to a cheaper method")
     if report.num_errors:

@@ -125,7 +125,7 @@ def test_history_cases_are_scored_by_probes_and_have_no_passage_baseline(tmp_pat
     history = [{"role": "user", "content": "To San Jose."}, {"role": "assistant", "content": "On March 4th."}]
     case = rag_case() | {"chunks": [], "history": history, "probes": probes, "evidence": "history"}
     report, records = _run(tmp_path, FakeGateway(), [case], budgets=(0.5,))
-    assert [row.arm.name for row in report.arms] == ["no budget", "budget 0.5"]
+    assert [row.arm.name for row in report.arms] == [FULL.name, "no budget", "budget 0.5"]
     assert (records[0].scores[0].answer, records[0].scores[0].evidence) == (1.0, 1.0)
     assert records[0].compactions[1].max_input_tokens == records[0].compactions[1].fixed_tokens + 3  # half of six words
 

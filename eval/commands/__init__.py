@@ -1,0 +1,3 @@
+"""The commands under ``firsttoken eval``, one module each."""
+
+__all__: tuple[str, ...] = ()
