@@ -1,9 +1,11 @@
 """Who calls: an API key becomes a principal, the only source of tenant, groups and cache salt."""
 
+import dataclasses
 import hashlib
 import hmac
 from dataclasses import dataclass
 
+from app.counters.base import AccountLimits, PeriodLimit
 from app.errors import AuthenticationError
 from app.settings import Settings, TenantSettings
 from reducer.prompt import Caller
@@ -19,6 +21,8 @@ class Principal:
     groups: frozenset[str]
     cache_salt: str
     """Isolates the tenant's prefixes in the engine's cache; stable, never taken from the request."""
+    limits: AccountLimits
+    """What counters keep of the tenant's limits."""
 
     @property
     def caller(self) -> Caller:
@@ -32,30 +36,58 @@ class Authenticator:
     def __init__(self, settings: Settings) -> None:
         self._principals: dict[str, Principal] = {}
         for tenant_id, tenant in settings.tenants.items():
+            limits, salt = account_limits(tenant), cache_salt(tenant_id, settings.server.salt_secret)
             for key in tenant.keys:
                 self._principals[key.sha256] = Principal(
                     tenant_id=tenant_id,
                     tenant=tenant,
                     key_name=key.name,
                     groups=frozenset(key.groups),
-                    cache_salt=cache_salt(tenant_id, settings.server.salt_secret),
+                    cache_salt=salt,
+                    limits=limits,
                 )
 
     def authenticate(self, authorization: str | None) -> Principal:
         """The principal of an ``Authorization`` header. Raises ``AuthenticationError``; the key is never repeated."""
-        if not authorization or not authorization.strip():
-            raise AuthenticationError(
-                "You didn't provide an API key. Provide it in an Authorization header using Bearer auth "
-                "(i.e. Authorization: Bearer YOUR_KEY)."
-            )
-        scheme, _, key = authorization.strip().partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise AuthenticationError("The Authorization header must have the form: Bearer YOUR_KEY.")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
-        principal = self._principals.get(digest)
+        principal = self.find(key_digest(authorization))
         if principal is None:
-            raise AuthenticationError("Incorrect API key provided.")
+            raise unknown_key()
         return principal
+
+    def find(self, digest: str) -> Principal | None:
+        """The holder of the key with this digest, or ``None``."""
+        return self._principals.get(digest)
+
+
+def key_digest(authorization: str | None) -> str:
+    """SHA-256 in hex of the key in an ``Authorization`` header. Raises ``AuthenticationError`` where there is none."""
+    if not authorization or not authorization.strip():
+        raise AuthenticationError(
+            "You didn't provide an API key. Provide it in an Authorization header using Bearer auth "
+            "(i.e. Authorization: Bearer YOUR_KEY)."
+        )
+    scheme, _, key = authorization.strip().partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise AuthenticationError("The Authorization header must have the form: Bearer YOUR_KEY.")
+    return hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def unknown_key() -> AuthenticationError:
+    """What the holder of any unknown key is told."""
+    return AuthenticationError("Incorrect API key provided.")
+
+
+def account_limits(tenant: TenantSettings) -> AccountLimits:
+    """The limits that counters keep; ``tokens_per_day`` is part of the budget per day."""
+    periods = [
+        PeriodLimit(budget.period, budget.requests, budget.input_tokens, budget.output_tokens, budget.tokens)
+        for budget in tenant.budgets
+    ]
+    if tenant.tokens_per_day is not None:
+        of_day = next((limit for limit in periods if limit.period == "day"), PeriodLimit("day"))
+        periods = [limit for limit in periods if limit.period != "day"]
+        periods.append(dataclasses.replace(of_day, tokens=tenant.tokens_per_day))
+    return AccountLimits(tenant.requests_per_minute, tenant.max_parallel_requests, tuple(periods))
 
 
 def cache_salt(tenant_id: str, secret: str) -> str:

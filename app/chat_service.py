@@ -91,7 +91,7 @@ class ChatService:
 
     async def compact(self, arrival: Arrival) -> Compaction:
         """Reduces a prompt and generates no answer. Charges a request, and tokens only where the model summarises."""
-        lease = self._admission.admit(arrival.principal)
+        lease = await self._admission.admit(arrival.principal)
         try:
             request = await self._read(arrival.body)
             if request.body.model is not None:
@@ -102,7 +102,7 @@ class ChatService:
 
     async def complete(self, arrival: Arrival) -> Generation:
         """Reduces a prompt and starts the answer; returns with the first output. The caller closes the generation."""
-        lease = self._admission.admit(arrival.principal)
+        lease = await self._admission.admit(arrival.principal)
         try:
             request = await self._read(arrival.body)
             if request.body.model is None:
@@ -111,8 +111,9 @@ class ChatService:
                 )
             self._served_model.check(request.body.model)
             compaction = await self._reduce(arrival, request, lease)
-            lease.reserve(compaction.result.prompt_tokens)
-            generation = self._generate(arrival, compaction, lease)
+            max_tokens = self._max_output_tokens(compaction)
+            await lease.reserve(compaction.result.prompt_tokens, max_tokens * request.num_choices)
+            generation = self._generate(arrival, compaction, max_tokens, lease)
             await generation.start()
         except BaseException:
             lease.settle()
@@ -172,13 +173,17 @@ class ChatService:
             time_limit_s=history.summarizer_timeout_s,
         )
 
-    def _generate(self, arrival: Arrival, compaction: Compaction, lease: Lease) -> Generation:
+    def _max_output_tokens(self, compaction: Compaction) -> int:
+        """Output tokens that one choice may have: what was asked for, clamped to the room in the window."""
         request, result = compaction.request, compaction.result
         room = self._backend.info.max_model_len - result.prompt_tokens
         assert room >= 1, "the budget leaves room for an output token"
         if self._refuse_long_outputs and request.max_tokens is not None and request.max_tokens > room:
             raise OutputTooLongError(request.max_tokens, room)
-        max_tokens = min(request.max_tokens or self._limits.default_max_tokens or room, room)
+        return min(request.max_tokens or self._limits.default_max_tokens or room, room)
+
+    def _generate(self, arrival: Arrival, compaction: Compaction, max_tokens: int, lease: Lease) -> Generation:
+        request, result = compaction.request, compaction.result
         request.check_vocabulary(self._backend.info.vocab_size)
         request_id = compaction.receipt_id.replace("rcpt_", "gen_")
         outputs = [

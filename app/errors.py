@@ -5,6 +5,7 @@ GatewayError
 ├── InvalidRequestError     400  a field is missing, of the wrong type or out of range; ``param`` names it
 ├── ContextLengthError      400  context_length_exceeded
 ├── AuthenticationError     401  no key, or an unknown one
+├── PermissionDeniedError   403  a key that may not do this
 ├── NotFoundError           404  model or receipt
 ├── RequestTooLargeError    413  body
 ├── RateLimitError          429  requests per minute, tokens per day
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 
 from engine.errors import AdmissionError, EngineDeadError, EngineError, OutputTooLongError, PromptTooLongError
 from reducer.errors import BudgetExceededError, InvalidPromptError, ReducerError
@@ -67,6 +67,10 @@ class ContextLengthError(GatewayError):
 
 class AuthenticationError(GatewayError):
     """No API key, or one that no tenant has."""
+
+
+class PermissionDeniedError(GatewayError):
+    """A known key that may not do this."""
 
 
 class NotFoundError(GatewayError):
@@ -188,6 +192,10 @@ def _unauthenticated(error: Exception) -> ErrorAnswer:
     return ErrorAnswer(401, "authentication_error", str(error), None, "invalid_api_key", headers)
 
 
+def _forbidden(error: Exception) -> ErrorAnswer:
+    return ErrorAnswer(403, "permission_error", str(error))
+
+
 def _too_large(error: Exception) -> ErrorAnswer:
     # The rest of the body is not read, so the connection cannot be used again.
     headers = {"Connection": "close"}
@@ -203,8 +211,13 @@ def _internal(_: Exception) -> ErrorAnswer:
     return ErrorAnswer(500, "server_error", message)
 
 
-def _framework(error: HTTPException) -> ErrorAnswer:
-    """Errors that the web framework raises before a handler runs."""
+def _unlisted(error: Exception) -> ErrorAnswer:
+    """Errors that the web framework raises before a handler runs, and those that nobody expected."""
+    # Imported here, so that the command line shows its help without a web framework.
+    from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+
+    if not isinstance(error, HTTPException):
+        return _internal(error)
     if isinstance(error, NotFoundException):
         return ErrorAnswer(404, "invalid_request_error", "Unknown request URL.", None, "unknown_url")
     headers = {str(name): str(value) for name, value in (error.headers or {}).items()}
@@ -227,6 +240,7 @@ TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
     BudgetExceededError: _context_length,
     PromptTooLongError: _prompt_too_long,
     AuthenticationError: _unauthenticated,
+    PermissionDeniedError: _forbidden,
     NotFoundError: _not_found,
     RequestTooLargeError: _too_large,
     RateLimitError: _rate_limit,
@@ -239,8 +253,7 @@ TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
     ShuttingDownError: _unavailable,
     EngineError: _internal,
     ReducerError: _internal,
-    HTTPException: _framework,
-    Exception: _internal,
+    Exception: _unlisted,
 }
 
 

@@ -5,10 +5,11 @@ import asyncio
 import structlog
 
 from app.admission import AdmissionController
-from app.auth import Authenticator
+from app.auth import Authenticator, Principal
 from app.backends.base import Backend
 from app.chat_service import ChatService
 from app.compaction import Compactor
+from app.directory import TenantDirectory
 from app.drain import Drain
 from app.errors import ConfigError, OverloadedError
 from app.input_budget import TtftObjective
@@ -32,6 +33,7 @@ class Gateway:
         self.workers = workers
         self.backend = backend
         self.authenticator = Authenticator(settings)
+        self.directory = TenantDirectory(self.authenticator)
         self.admission = AdmissionController()
         self.drain = Drain()
         self.receipts = ReceiptStore(settings.receipts)
@@ -55,6 +57,10 @@ class Gateway:
         is_encoder_ready = self.encoder_state in ("loaded", "disabled") or not self.settings.encoder.required
         return self._chat_service is not None and self.backend.is_alive and is_encoder_ready
 
+    async def find_receipt(self, receipt_id: str, principal: Principal) -> bytes:
+        """A record as JSON. Raises ``NotFoundError``, the same for one that is not there and one of others."""
+        return self.receipts.get(receipt_id, principal)
+
     async def start(self) -> None:
         """Starts the backend and loads the encoder, side by side. Raises an error that says what is missing."""
         async with self._start_lock:
@@ -73,6 +79,7 @@ class Gateway:
     async def close(self) -> None:
         """Ends the backend and drops what waits for a thread. May be called twice."""
         await self.backend.close()
+        await self.admission.close()
         self.workers.close()
 
     def _make_chat_service(self, compactor: Compactor) -> ChatService:

@@ -52,16 +52,16 @@ def gateway_of(request: GatewayRequest) -> Gateway:
     return gateway
 
 
-def authenticated(request: GatewayRequest) -> Principal:
+async def authenticated(request: GatewayRequest) -> Principal:
     """The caller. Raises ``AuthenticationError``."""
-    return gateway_of(request).authenticator.authenticate(request.headers.get("authorization"))
+    return await gateway_of(request).directory.authenticate(request.headers.get("authorization"))
 
 
 async def read_arrival(request: GatewayRequest) -> Arrival:
     """Authenticates, then reads the body. Raises ``AuthenticationError`` or as ``read_body`` does."""
     arrived_s = time.perf_counter()
     try:
-        principal = authenticated(request)
+        principal = await authenticated(request)
     except AuthenticationError:
         await _discard(request.receive)
         raise

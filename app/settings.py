@@ -19,6 +19,13 @@ from typing import Any, Literal
 import msgspec
 
 from app.config_tree import merge, struct_of
+from app.operator_settings import (
+    SHA256_HEX,
+    AdminSettings,
+    BudgetSettings,
+    CounterSettings,
+    StorageSettings,
+)
 from engine.config import EngineConfig
 from reducer.config import ReducerConfig
 
@@ -27,12 +34,16 @@ DEMO_KEYS = ("sk-acme-demo", "sk-globex-demo")
 
 DEFAULT_POLICY = "default"
 TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def _require_positive(name: str, value: float | None) -> None:
     if value is not None and value <= 0:
         raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _require_share(name: str, value: float | None) -> None:
+    if value is not None and not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,12 +135,15 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Most prompt tokens under this policy."""
     ttft_slo_ms: float | None = None
     """Objective for the time to the first token, in ms; the input budget follows it."""
+    measured_recall: float | None = None
+    """Answer recall, 0 to 1, that an evaluation of this policy gave; ``None`` is not known."""
     reducer: dict[str, Any] = {}
     """Keys of ``[reducer]`` that differ under this policy."""
 
     def __post_init__(self) -> None:
         _require_positive("max_input_tokens", self.max_input_tokens)
         _require_positive("ttft_slo_ms", self.ttft_slo_ms)
+        _require_share("measured_recall", self.measured_recall)
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,14 +179,28 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Prompt and output tokens together per UTC day."""
     requests_per_minute: int | None = None
     """Requests in any 60 seconds."""
+    max_parallel_requests: int | None = None
+    """Requests that run at the same time."""
+    budgets: tuple[BudgetSettings, ...] = ()
+    """Requests and tokens by period, one entry each."""
+    recall_floor: float | None = None
+    """Least ``measured_recall``, 0 to 1, of the policies that the tenant's requests may use."""
 
     def __post_init__(self) -> None:
-        for name in ("max_input_tokens", "ttft_slo_ms", "tokens_per_day", "requests_per_minute"):
+        limits = ("max_input_tokens", "ttft_slo_ms", "tokens_per_day", "requests_per_minute", "max_parallel_requests")
+        for name in limits:
             _require_positive(name, getattr(self, name))
+        _require_share("recall_floor", self.recall_floor)
+        periods = [budget.period for budget in self.budgets]
+        for period in periods:
+            if periods.count(period) > 1:
+                raise ValueError(f"budgets must hold one entry a period, got {periods.count(period)} of {period}")
+        if self.tokens_per_day is not None and any(b.period == "day" and b.tokens is not None for b in self.budgets):
+            raise ValueError("tokens_per_day and tokens of the budget per day say the same; leave one of them out")
 
 
 class ReceiptSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many reduction records are kept, in memory, and for how long."""
+    """How many reduction records are kept, in the database or without one in memory, and for how long."""
 
     max_entries_per_tenant: int = 1000
     max_bytes_per_tenant: int = 32 * 1024 * 1024
@@ -206,6 +234,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     policies: dict[str, PolicySettings] = {}
     tenants: dict[str, TenantSettings] = {}
     receipts: ReceiptSettings = ReceiptSettings()
+    storage: StorageSettings = StorageSettings()
+    counters: CounterSettings = CounterSettings()
+    admin: AdminSettings = AdminSettings()
     logging: LoggingSettings = LoggingSettings()
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from litestar import Litestar
 
 from app.asgi import create_app
 from app.backends.base import BackendRequest
+from app.operator_settings import StorageSettings
 from app.settings import EncoderSettings, KeySettings, Settings, TenantSettings
 from engine.errors import EngineDeadError
 from engine.outputs import EngineStats, FinishReason, ModelInfo, RequestOutput, RequestTimings
@@ -31,12 +32,13 @@ def make_key(key: str, *, groups: tuple[str, ...] = ("staff", "public"), name: s
 
 
 def make_settings(*, acme: dict[str, Any] | None = None, **changes: Any) -> Settings:
-    """Settings without an encoder; ``acme`` changes the limits of that tenant."""
+    """Settings without an encoder and a database; ``acme`` changes the limits of that tenant."""
     tenants = {
         "acme": TenantSettings(keys=(make_key(ACME_KEY), make_key(OUTSIDER_KEY, groups=())), **(acme or {})),
         "globex": TenantSettings(keys=(make_key(GLOBEX_KEY),)),
     }
-    return Settings(**{"tenants": tenants, "encoder": EncoderSettings(enabled=False), **changes})
+    without = {"encoder": EncoderSettings(enabled=False), "storage": StorageSettings(enabled=False)}
+    return Settings(**{"tenants": tenants, **without, **changes})
 
 
 def make_model_info(**changes: Any) -> ModelInfo:

@@ -4,12 +4,12 @@ from typing import Any
 
 from litestar import Controller, Response, post
 
-from app.admission import Remaining
 from app.answers import chat_completion, reduction_headers
 from app.auth import Principal
 from app.gateway import Gateway
 from app.generation import Generation
 from app.http_io import GatewayRequest, gateway_of, json_response, read_arrival, unless_disconnected
+from app.rate_limit_headers import rate_limit_headers
 from app.streaming import EventStream
 
 
@@ -29,32 +29,18 @@ class ChatController(Controller):
         compacted = generation.compaction.request
         model = compacted.body.model or gateway.served_model.name
         if compacted.body.stream:
-            headers = answer_headers(gateway, arrival.principal, generation)
+            headers = await answer_headers(gateway, arrival.principal, generation)
             return EventStream(generation, model, includes_usage=compacted.includes_usage, headers=headers)
         try:
             await unless_disconnected(request.receive, generation.read_to_end())
         finally:
             await generation.aclose()
         # Only now is the output charged, so that the limits in the headers are those of the next request.
-        headers = answer_headers(gateway, arrival.principal, generation)
+        headers = await answer_headers(gateway, arrival.principal, generation)
         return json_response(chat_completion(generation, model), headers=headers)
 
 
-def answer_headers(gateway: Gateway, principal: Principal, generation: Generation) -> dict[str, str]:
+async def answer_headers(gateway: Gateway, principal: Principal, generation: Generation) -> dict[str, str]:
     """The receipt, what was saved, and what the tenant has left now."""
-    remaining = gateway.admission.remaining(principal)
-    return {**reduction_headers(generation.compaction), **rate_limit_headers(principal, remaining)}
-
-
-def rate_limit_headers(principal: Principal, remaining: Remaining) -> dict[str, str]:
-    """``x-ratelimit-*`` of the limits that the tenant has."""
-    limits = {
-        "requests": (principal.tenant.requests_per_minute, remaining.requests),
-        "tokens": (principal.tenant.tokens_per_day, remaining.tokens),
-    }
-    headers: dict[str, str] = {}
-    for kind, (limit, left) in limits.items():
-        if limit is not None:
-            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
-            headers[f"x-ratelimit-remaining-{kind}"] = str(left)
-    return headers
+    remaining = await gateway.admission.remaining(principal)
+    return {**reduction_headers(generation.compaction), **rate_limit_headers(remaining)}

@@ -34,14 +34,14 @@ class ModelsController(Controller):
     @get("/v1/models")
     async def list_models(self, request: GatewayRequest) -> Response[bytes]:
         """All names with the window that is really admitted."""
-        authenticated(request)
+        await authenticated(request)
         gateway = gateway_of(request)
         return json_response(ModelList(data=gateway.served_model.cards(gateway.backend.info.max_model_len)))
 
     @get("/v1/models/{model_name:path}")
     async def show_model(self, request: GatewayRequest) -> Response[bytes]:
         """One name; Hugging Face ids hold a slash."""
-        authenticated(request)
+        await authenticated(request)
         gateway = gateway_of(request)
         name = str(request.path_params["model_name"]).removeprefix("/")
         return json_response(gateway.served_model.card(name, gateway.backend.info.max_model_len))

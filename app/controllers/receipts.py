@@ -11,6 +11,6 @@ class ReceiptsController(Controller):
     @get("/v1/receipts/{receipt_id:str}")
     async def show(self, request: GatewayRequest) -> Response[bytes]:
         """The whole record of a reduction of the caller's own tenant."""
-        principal = authenticated(request)
-        document = gateway_of(request).receipts.get(request.path_params["receipt_id"], principal)
+        principal = await authenticated(request)
+        document = await gateway_of(request).find_receipt(request.path_params["receipt_id"], principal)
         return Response(document, media_type="application/json")

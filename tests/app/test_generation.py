@@ -30,8 +30,8 @@ async def start(gateway: Gateway, **fields: Any) -> Generation:
     return await gateway.chat_service.complete(Arrival("req_1", principal(gateway), body, arrived_s=0.0))
 
 
-def used(gateway: Gateway) -> int:
-    left = gateway.admission.remaining(principal(gateway)).tokens
+async def used(gateway: Gateway) -> int:
+    left = (await gateway.admission.remaining(principal(gateway))).tokens
     assert left is not None
     return 10_000 - left
 
@@ -39,12 +39,12 @@ def used(gateway: Gateway) -> int:
 async def test_reading_to_the_end_charges_prompt_and_output() -> None:
     gateway = await make_started_gateway(EchoBackend())
     generation = await start(gateway)
-    assert used(gateway) == generation.num_prompt_tokens
+    assert await used(gateway) == generation.num_prompt_tokens + generation.max_tokens
     assert "".join([delta.text async for delta in generation.deltas()]) == "Hello, wörld! 你好 😀"
     assert (generation.outcome, generation.finish_reason) == ("stop", "stop")
-    assert used(gateway) == generation.num_prompt_tokens + 4
+    assert await used(gateway) == generation.num_prompt_tokens + 4
     await generation.aclose()
-    assert used(gateway) == generation.num_prompt_tokens + 4
+    assert await used(gateway) == generation.num_prompt_tokens + 4
     await gateway.close()
 
 
@@ -57,7 +57,7 @@ async def test_closing_early_aborts_in_the_engine_and_charges_what_came() -> Non
     await generation.aclose()
     assert (generation.outcome, generation.finish_reason) == ("abort", None)
     assert (len(backend.aborted), backend.num_running) == (1, 0)
-    assert used(gateway) == generation.num_prompt_tokens + 1
+    assert await used(gateway) == generation.num_prompt_tokens + 1
     await gateway.close()
 
 
@@ -67,12 +67,12 @@ async def test_cancelling_the_wait_for_the_first_token_charges_nothing() -> None
     waiting = asyncio.ensure_future(start(gateway))
     while not backend.requests:
         await asyncio.sleep(0.01)
-    assert used(gateway) > 0
+    assert await used(gateway) > 0
     waiting.cancel()
     await asyncio.wait({waiting}, timeout=1)
     assert waiting.cancelled()
     assert (len(backend.aborted), backend.num_running) == (1, 0)
-    assert used(gateway) == 0
+    assert await used(gateway) == 0
     await gateway.close()
 
 
@@ -82,7 +82,7 @@ async def test_a_failure_in_the_middle_charges_what_came_and_is_raised() -> None
     with pytest.raises(GenerationError, match="allocation failed"):
         _ = [delta async for delta in generation.deltas()]
     assert generation.outcome == "error"
-    assert used(gateway) == generation.num_prompt_tokens + generation.num_output_tokens
+    assert await used(gateway) == generation.num_prompt_tokens + generation.num_output_tokens
     await gateway.close()
 
 

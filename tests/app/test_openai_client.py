@@ -1,5 +1,6 @@
 """The official client, unchanged, over a real socket."""
 
+import asyncio
 from collections.abc import Iterator
 
 import httpx
@@ -242,7 +243,7 @@ def test_a_client_that_leaves_stops_the_engine_within_a_second(stream: bool) -> 
         assert backend.num_running == 0
         remaining = app.state.gateway.admission.remaining
         principal = app.state.gateway.authenticator.authenticate(f"Bearer {ACME_KEY}")
-        left = remaining(principal).tokens
+        left = asyncio.run(remaining(principal)).tokens
         assert 100_000 - 34 - 100 < left < 100_000 - 34  # the prompt and the words so far
 
 

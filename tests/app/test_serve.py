@@ -101,7 +101,7 @@ async def test_what_has_no_answer_yet_is_503_after_the_grace_time(
         assert answer.json()["error"]["message"] == "The server is shutting down; retry later."
         assert int(answer.headers["retry-after"]) >= 1
     principal = gateway.authenticator.authenticate(bearer()["Authorization"])
-    assert gateway.admission.remaining(principal).tokens == 1_000_000
+    assert (await gateway.admission.remaining(principal)).tokens == 1_000_000
     assert complaints(caplog) == []
 
 
