@@ -144,6 +144,7 @@ struct Tile {
   float* sums;                   // (num_rows, value_width)
   float* row_max;                // of the scores times log2(e)
   float* row_sum;
+  int32_t* positions;            // of the rows in their sequence
 };
 
 template <class Math, int kVectors>
@@ -256,7 +257,7 @@ FT_INLINE void attend_block(const Tile<Math>& tile, int64_t group, const typenam
     const vf shift = set1(-shifts[r]);
     vf total = {};
     for (int v = 0; v < num_vectors; ++v) {
-      const vf weight = exp2(fma(load(row + v * kLanes), set1(factor), shift));
+      const vf weight = Math::power_of_two(fma(load(row + v * kLanes), set1(factor), shift));
       total += weight;
       store_weights(row_weights + v * kLanes / Math::kPerLane, weight);
     }
@@ -300,17 +301,22 @@ bool attend_tile(const FtAttention& args, const PrefillLayout<Math>& layout, con
   const int64_t query_lanes = padded_rows * layout.key_steps;
   const int64_t sum_floats = padded_rows * layout.value_width;
   char* memory = static_cast<char*>(
-      ft_scratch(FT_SCRATCH_WORKER, sizeof(Lane) * query_lanes + sizeof(float) * (sum_floats + 2 * padded_rows + kStateRows)));
+      ft_scratch(FT_SCRATCH_WORKER, sizeof(Lane) * query_lanes + sizeof(float) * (sum_floats + 3 * padded_rows + kStateRows)));
   if (!memory) return false;
-  Tile<Math> tile{layout, nullptr, nullptr, nullptr, nullptr};
+  Tile<Math> tile{layout, nullptr, nullptr, nullptr, nullptr, nullptr};
   tile.sums = reinterpret_cast<float*>(memory);
   tile.row_max = tile.sums + sum_floats;
   tile.row_sum = tile.row_max + padded_rows;
-  tile.queries = reinterpret_cast<Lane*>(tile.row_sum + padded_rows + kStateRows);
+  tile.positions = reinterpret_cast<int32_t*>(tile.row_sum + padded_rows + kStateRows);
+  tile.queries = reinterpret_cast<Lane*>(tile.positions + padded_rows);
   memset(tile.sums, 0, sizeof(float) * sum_floats);
+  const int64_t first_position = sequence.context_len + first_token;
   for (int64_t row = 0; row < padded_rows; ++row) {
     tile.row_max[row] = kMasked;
     tile.row_sum[row] = 0.0f;
+    // rows that only fill the last group see what the last true one sees
+    const int64_t token_of_row = (row < num_rows ? row : num_rows - 1) / group_size;
+    tile.positions[row] = static_cast<int32_t>(first_position + token_of_row);
     Lane* lanes = tile.queries + row * layout.key_steps;
     if (row < num_rows) {
       const int64_t token = sequence.first_row + first_token + row / group_size;
@@ -323,7 +329,6 @@ bool attend_tile(const FtAttention& args, const PrefillLayout<Math>& layout, con
   }
 
   const float scale = args.scale * kLog2E;
-  const int64_t first_position = sequence.context_len + first_token;
   const int64_t last_position = first_position + num_tokens - 1;
   const int64_t window_start = args.window > 0 ? first_position - args.window + 1 : 0;
   const int64_t first_block = window_start > 0 ? window_start / kKeys : 0;
@@ -333,8 +338,7 @@ bool attend_tile(const FtAttention& args, const PrefillLayout<Math>& layout, con
     for (int64_t group = 0; group < num_groups; ++group) {
       Visible visible[kTileRows];
       for (int64_t r = 0; r < kTileRows; ++r) {
-        const int64_t row = group * kTileRows + r;
-        const int64_t position = first_position + (row < num_rows ? row : num_rows - 1) / group_size;
+        const int64_t position = tile.positions[group * kTileRows + r];
         visible[r].end = clamp(position + 1 - start, 0, kKeys);
         visible[r].begin = args.window > 0 ? clamp(position - args.window + 1 - start, 0, kKeys) : 0;
       }

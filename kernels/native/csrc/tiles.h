@@ -14,6 +14,7 @@ struct Floats {
   static FT_INLINE vf load_lanes(const Lane* address) { return load(address); }
   static FT_INLINE vf broadcast(const Lane* address) { return set1(*address); }
   static FT_INLINE vf multiply_add(vf a, vf b, vf sum) { return fma(a, b, sum); }
+  static FT_INLINE vf power_of_two(vf x) { return exp2(x); }
 };
 
 #if defined(FT_BF16_DOT)
@@ -25,6 +26,15 @@ struct Pairs {
   static FT_INLINE vu broadcast(const Lane* address) { return set1u(load_as<uint32_t>(address)); }
   static FT_INLINE vf multiply_add(vu a, vu b, vf sum) {
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+  // To 3e-6, a thousandth of what rounding to bf16 loses; masked scores give 0. Two thirds of the work of exp2().
+  static FT_INLINE vf power_of_two(vf x) {
+    const vf part = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    vf y = fma(part, set1(0.013520603068172932f), set1(0.05203742906451225f));
+    y = fma(part, y, set1(0.2414274960756302f));
+    y = fma(part, y, set1(0.6930066347122192f));
+    y = fma(part, y, set1(1.0000025033950806f));
+    return (vf)_mm512_scalef_ps((__m512)y, (__m512)x);
   }
 };
 #endif
