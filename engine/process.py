@@ -173,6 +173,11 @@ class EngineClient:
         if self._process is not None and request_id in self._pending:
             self._process.send(AbortRequest(request_id=request_id))
 
+    async def release_offer(self, request_id: str) -> None:
+        """Give up the KV blocks that an ended request with ``do_remote_decode`` left for another engine."""
+        if self._process is not None:
+            self._process.send(AbortRequest(request_id=request_id))
+
     async def close(self, grace_s: float = 5.0) -> None:
         """Stop the engine process and fail what is in flight. The process may finish its step within ``grace_s``."""
         if self._is_closing:

@@ -1,10 +1,11 @@
 """A prefill and a decode engine over fake models in one process, and a line between them that can be disturbed."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 import msgspec
@@ -19,13 +20,20 @@ from factories_engine import (
     make_model_info,
 )
 
+from engine.chat_template import ChatTokenizer
 from engine.config import EngineConfig, KVTransferConfig, SchedulerConfig
 from engine.disaggregation.leases import Lease
 from engine.disaggregation.producer import KVProducer
+from engine.errors import EngineDeadError
 from engine.llm_engine import LLMEngine
-from engine.outputs import GenerateRequest, KVOffer, KVTransferStats, RequestOutput
+from engine.outputs import EngineStats, GenerateRequest, KVOffer, KVTransferStats, ModelInfo, RequestOutput
+from engine.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
+PROMPT = [(7 * i) % 251 for i in range(42)]
+"""Ten full blocks and two tokens."""
+NUM_TRANSFERRED = 40
+NUM_OUTPUT = 6
 PATIENCE_S = 20.0
 """A test that waits longer for another thread has failed."""
 
@@ -170,6 +178,31 @@ def outputs_of(one: TransferEngine, request_id: str) -> list[RequestOutput]:
     return outputs
 
 
+def make_transfer_request(
+    prompt: list[int] = PROMPT,
+    *,
+    request_id: str = "r",
+    offer: KVOffer | None = None,
+    do_remote_decode: bool = False,
+    salt: str = "tenant",
+    max_tokens: int = NUM_OUTPUT,
+    deadline_ms: float | None = None,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=1 if do_remote_decode else max_tokens, temperature=0.0, ignore_eos=True),
+        cache_salt=salt,
+        do_remote_decode=do_remote_decode,
+        remote_prefill=offer,
+        deadline_ms=deadline_ms,
+    )
+
+
+def prefill(one: TransferEngine, request_id: str = "p", salt: str = "tenant") -> KVOffer:
+    return offer_of(answer(one, make_transfer_request(request_id=request_id, do_remote_decode=True, salt=salt)))
+
+
 def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.new_token_ids]
 
@@ -253,3 +286,78 @@ class Line:
         if self.mode == "truncate":
             return [header, data[:-1]]
         return frames
+
+
+class InProcessClient:
+    """``EngineClient``'s interface over an engine in this process, which steps as long as it has work."""
+
+    num_restarts = 0
+    pid = None
+
+    def __init__(self, one: TransferEngine) -> None:
+        self.engine = one
+        self.is_alive = True
+        self.is_paused = False
+        """The engine takes requests, but makes no step."""
+        self.requests: list[GenerateRequest] = []
+        self._outputs: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.engine.info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    @property
+    def chat(self) -> ChatTokenizer:
+        raise NotImplementedError("no test of a fake engine renders a chat")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+        if not self.is_alive:
+            raise EngineDeadError("it was killed")
+        self.requests.append(request)
+        self.engine.add_request(request)
+        outputs = self._outputs[request.request_id] = asyncio.Queue()
+        is_finished = False
+        try:
+            while not is_finished:
+                item = await outputs.get()
+                if isinstance(item, Exception):
+                    is_finished = True
+                    raise item
+                is_finished = item.finish_reason is not None
+                yield item
+        finally:
+            del self._outputs[request.request_id]
+            if not is_finished:
+                self.engine.abort(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        output = self.engine.abort(request_id)
+        if output is not None:
+            self._outputs[request_id].put_nowait(output)
+
+    async def release_offer(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    def die(self) -> None:
+        """Fail what is in flight, as ``EngineClient`` does when the process ends."""
+        self.is_alive = False
+        for outputs in self._outputs.values():
+            outputs.put_nowait(EngineDeadError("it was killed"))
+
+    async def _run(self) -> None:
+        while True:
+            if self.engine.has_unfinished and not self.is_paused:
+                for output in self.engine.checked_step():
+                    if output.request_id in self._outputs:
+                        self._outputs[output.request_id].put_nowait(output)
+            await asyncio.sleep(0.001)

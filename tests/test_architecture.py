@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     "engine.tokenizer",
     "engine.detokenizer",
     "engine.chat_template",
+    "engine.disaggregated_client",
     "engine.process",
     "reducer.pipeline",
     "app.cli",

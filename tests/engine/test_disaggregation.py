@@ -3,6 +3,9 @@
 import pytest
 from factories_disaggregation import (
     BLOCK_SIZE,
+    NUM_OUTPUT,
+    NUM_TRANSFERRED,
+    PROMPT,
     Line,
     TransferEngine,
     answer,
@@ -10,8 +13,10 @@ from factories_disaggregation import (
     config,
     engine,
     engines,
+    make_transfer_request,
     offer_of,
     outputs_of,
+    prefill,
     tokens_of,
     until,
 )
@@ -20,38 +25,7 @@ from factories_engine import fake_generate, make_engine, make_request
 import engine.disaggregation.receiver as receiver_module
 from engine.config import CacheConfig, EngineConfig, KVTransferConfig
 from engine.errors import EngineError
-from engine.outputs import GenerateRequest, KVOffer, RequestOutput
-from engine.sampling_params import SamplingParams
-
-PROMPT = [(7 * i) % 251 for i in range(42)]
-"""Ten full blocks and two tokens."""
-NUM_TRANSFERRED = 40
-NUM_OUTPUT = 6
-
-
-def make_transfer_request(
-    prompt: list[int] = PROMPT,
-    *,
-    request_id: str = "r",
-    offer: KVOffer | None = None,
-    do_remote_decode: bool = False,
-    salt: str = "tenant",
-    max_tokens: int = NUM_OUTPUT,
-    deadline_ms: float | None = None,
-) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=1 if do_remote_decode else max_tokens, temperature=0.0, ignore_eos=True),
-        cache_salt=salt,
-        do_remote_decode=do_remote_decode,
-        remote_prefill=offer,
-        deadline_ms=deadline_ms,
-    )
-
-
-def prefill(one: TransferEngine, request_id: str = "p", salt: str = "tenant") -> KVOffer:
-    return offer_of(answer(one, make_transfer_request(request_id=request_id, do_remote_decode=True, salt=salt)))
+from engine.outputs import RequestOutput
 
 
 def expect_nothing_held(producer: TransferEngine, consumer: TransferEngine) -> None:

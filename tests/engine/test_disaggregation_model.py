@@ -1,5 +1,8 @@
 """Prefill and decode in two engines over a real forward pass in fp32: greedy tokens are those of a single engine."""
 
+import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +17,17 @@ from factories_tokenizer import write_byte_level_folder
 
 from engine.chat_template import ChatTokenizer
 from engine.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from engine.disaggregated_client import DisaggregatedClient
 from engine.disaggregation.block_memory import TensorBlockMemory
 from engine.kv_cache import KVCache
 from engine.llm_engine import LLMEngine
 from engine.model_spec import ModelSpec
 from engine.outputs import GenerateRequest, RequestOutput
+from engine.process import RestartPolicy
 from engine.received_blocks import KVReceive
 from engine.weights import open_checkpoint
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +43,19 @@ def spec(tiny_llama: Path) -> ModelSpec:
     return open_checkpoint(tiny_llama).spec
 
 
+def make_config(model: Path, role: str, dtype: str = "fp32") -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(model), dtype=dtype),  # type: ignore[arg-type]
+        cache=CacheConfig(num_blocks=64, block_size=4),
+        scheduler=SchedulerConfig(long_prefill_token_threshold=16),
+        kv_transfer=KVTransferConfig(role=role, min_transfer_tokens=8),  # type: ignore[arg-type]
+        num_threads=1,
+    )
+
+
 @contextmanager
 def loaded(model: Path, role: str, dtype: str = "fp32") -> Iterator[LLMEngine]:
-    engine = LLMEngine.from_config(
-        EngineConfig(
-            model=ModelConfig(model=str(model), dtype=dtype),  # type: ignore[arg-type]
-            cache=CacheConfig(num_blocks=64, block_size=4),
-            scheduler=SchedulerConfig(long_prefill_token_threshold=16),
-            kv_transfer=KVTransferConfig(role=role, min_transfer_tokens=1),  # type: ignore[arg-type]
-            num_threads=1,
-        )
-    )
+    engine = LLMEngine.from_config(make_config(model, role, dtype))
     try:
         yield engine
     finally:
@@ -73,7 +80,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_greedy_tokens_do_not_depend_on_which_engine_computed_the_prompt(tiny_llama: Path, dtype: str) -> None:
-    prompts = [[(3 * i + n) % 120 for i in range(n)] for n in (9, 40, 63)]
+    prompts = [[(3 * i + n) % 120 for i in range(n)] for n in (13, 40, 63)]
     with (
         loaded(tiny_llama, "both", dtype) as single,
         loaded(tiny_llama, "prefill", dtype) as prefill,
@@ -90,6 +97,37 @@ def test_greedy_tokens_do_not_depend_on_which_engine_computed_the_prompt(tiny_ll
             outputs = answer(decode, msgspec.structs.replace(request, remote_prefill=offered[-1].kv_offer))
             assert outputs[0].num_transferred_tokens == (len(prompt) - 1) // 4 * 4 - outputs[0].num_cached_tokens
             assert tokens_of(outputs) == expected
+
+
+async def test_two_engine_processes_answer_as_one_and_do_so_again_after_the_death_of_one(tiny_llama: Path) -> None:
+    prompts = [[(5 * i + n) % 120 for i in range(n)] for n in (50, 61)]
+    requests = [
+        make_request(prompt, request_id=f"r{index}", max_tokens=8, ignore_eos=True)
+        for index, prompt in enumerate(prompts)
+    ]
+    with loaded(tiny_llama, "both") as single:
+        expected = [tokens_of(answer(single, request)) for request in requests]
+    client = await DisaggregatedClient.start(
+        [make_config(tiny_llama, "prefill")],
+        [make_config(tiny_llama, "decode")],
+        restart=RestartPolicy(first_delay_s=0.05, start_timeout_s=120),
+    )
+    try:
+        outputs = [output async for output in client.generate(requests[0])]
+        assert tokens_of(outputs) == expected[0]
+        assert outputs[0].num_transferred_tokens == 48
+        prefill, decode = (engine.client for engine in client._engines)
+        assert prefill.pid is not None
+        assert prefill.pid != decode.pid
+        os.kill(prefill.pid, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            while not prefill.num_restarts:
+                await asyncio.sleep(0.01)
+        outputs = [output async for output in client.generate(requests[1])]
+        assert tokens_of(outputs) == expected[1]
+        assert outputs[0].num_transferred_tokens == 60
+    finally:
+        await client.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -4,6 +4,17 @@ The numbers are those of the list of reported cases. What concerns the gateway o
 """
 
 import pytest
+from factories_disaggregation import (
+    Line,
+    answer,
+    at,
+    engines,
+    make_transfer_request,
+    outputs_of,
+    prefill,
+    tokens_of,
+    until,
+)
 from factories_engine import (
     FakeClock,
     FakeModelRunner,
@@ -184,3 +195,61 @@ def test_105_the_first_token_is_timed_when_the_whole_prompt_is_computed() -> Non
     assert num_output_tokens == 1
     assert timings is not None
     assert (timings.queue_ms, timings.prefill_ms, timings.num_chunks) == (1000, 2000, 3)
+
+
+def test_102_a_transfer_that_never_arrives_ends_when_the_wait_is_over_not_when_a_lease_is() -> None:
+    decode: dict[str, object] = {"kv_transfer_timeout_ms": 2000.0, "on_transfer_failure": "fail"}
+    with (
+        engines(prefill={"lease_ms": 600_000.0}, decode=decode) as (producer, consumer),
+        Line(producer.transfers_endpoint) as line,
+    ):
+        line.mode = "drop"
+        consumer.add_request(make_transfer_request(offer=at(prefill(producer), line.endpoint)))
+        until(lambda: line.num_answers == 1, consumer)
+        consumer.clock.now += 1.9
+        assert consumer.checked_step() == []
+        consumer.clock.now += 0.2
+        (last,) = outputs_of(consumer, "r")
+        assert (last.finish_reason, last.transfer_failure) == ("error", "timeout")
+        assert last.error == "the KV blocks of 40 prompt tokens did not come within 2000 ms: timeout"
+        assert last.timings is not None
+        assert last.timings.transfer_ms == pytest.approx(2100.0)
+        # Nothing was computed in its place, it is counted, and both sides are free at once: the lease had minutes left.
+        assert consumer.stats().num_steps == 0
+        assert (consumer.transfers.num_failed, consumer.transfers.recomputed_tokens) == ({"timeout": 1}, 0)
+        until(lambda: not producer.has_unfinished, producer)
+        assert producer.transfers.num_leases_ended == {"released": 1}
+        for one in (producer, consumer):
+            assert one.num_free_blocks == one.info.num_blocks
+
+
+def test_102_recomputing_instead_is_a_choice_and_never_silent() -> None:
+    with (
+        engines(decode={"on_transfer_failure": "recompute"}) as (producer, consumer),
+        Line(producer.transfers_endpoint) as line,
+    ):
+        line.mode = "drop"
+        offer = at(prefill(producer), line.endpoint)
+        consumer.add_request(make_transfer_request(offer=offer))
+        consumer.clock.now += 5.0
+        outputs = outputs_of(consumer, "r")
+        assert tokens_of(outputs) == fake_generate(make_transfer_request().prompt_token_ids, len(outputs))
+        assert outputs[0].num_transferred_tokens == 0
+        assert (consumer.transfers.num_failed, consumer.transfers.recomputed_tokens) == ({"timeout": 1}, 40)
+
+
+def test_102_tiny_inputs_are_not_transferred() -> None:
+    with engines(decode={"min_transfer_tokens": 64}) as (producer, consumer):
+        assert answer(consumer, make_transfer_request(offer=prefill(producer)))[-1].finish_reason == "length"
+        assert (consumer.transfers.num_started, consumer.transfers.num_skipped) == (0, 1)
+        until(lambda: not producer.has_unfinished, producer)
+        assert producer.num_free_blocks == producer.info.num_blocks
+
+
+def test_102_a_client_that_leaves_between_prefill_and_decode_leaves_no_blocks_behind() -> None:
+    with engines() as (producer, _):
+        prefill(producer)
+        assert producer.num_free_blocks < producer.info.num_blocks
+        producer.abort("p")
+        producer.checked_step()
+        assert producer.num_free_blocks == producer.info.num_blocks
