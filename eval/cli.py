@@ -5,13 +5,15 @@ Exit status of every command: 1 if requests or a gate failed, 2 for wrong usage 
 
 import click
 
+from eval.commands.anonymise import anonymise
+from eval.commands.load import load
 from eval.commands.recall import recall
 
 
 @click.group("eval")
 def eval_group() -> None:
-    """Measure what a reduction does to answers."""
+    """Measure what a change does to answers, latency and memory."""
 
 
-for _command in (recall,):
+for _command in (recall, load, anonymise):
     eval_group.add_command(_command)
