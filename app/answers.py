@@ -24,6 +24,8 @@ class CompactAnswer(msgspec.Struct, frozen=True, kw_only=True):
     denied_documents: int
     turns: list[TurnDecision]
     stages: list[StageReport]
+    token_count: str | msgspec.UnsetType = msgspec.UNSET
+    """In which way the counts are never too low, where they are not exact."""
 
 
 class TimingsMs(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +58,8 @@ class Extension(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens that were allowed: what was asked for, clamped to the room in the window."""
     ignored_fields: list[str]
     """Fields of the request that the engine does not honour; of very many only some, and how many more."""
+    token_count: str | msgspec.UnsetType = msgspec.UNSET
+    """In which way ``prompt_tokens`` is never too low, where it was not counted exactly."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +156,12 @@ def compact_answer(compaction: Compaction) -> CompactAnswer:
         denied_documents=result.denied_documents,
         turns=result.turns,
         stages=result.stages,
+        token_count=_told_counting(compaction),
     )
+
+
+def _told_counting(compaction: Compaction) -> str | msgspec.UnsetType:
+    return msgspec.UNSET if compaction.counting == "exact" else compaction.counting
 
 
 def usage_of(generation: Generation) -> Usage:
@@ -187,6 +196,7 @@ def extension_of(generation: Generation) -> Extension:
         ),
         max_tokens=generation.max_tokens,
         ignored_fields=list(compaction.request.ignored),
+        token_count=_told_counting(compaction),
     )
 
 

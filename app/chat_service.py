@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from app.admission import AdmissionController, Lease
 from app.auth import Principal
 from app.backends.base import Backend, BackendRequest
+from app.backends.upstream_body import RelayRequest
 from app.choices import choice_outputs
 from app.compaction import Compaction, Compactor
-from app.completion_request import CompletionRequest, read_completion
+from app.completion_request import CompletionRequest, read_completion, read_relayed
 from app.drain import Drain
 from app.errors import InvalidRequestError
 from app.generation import Generation
 from app.input_budget import TtftObjective, tightest_objective
 from app.receipts import ReceiptStore, new_receipt_id
+from app.relay import Relay, RelayBackend
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import LimitSettings
@@ -121,10 +123,11 @@ class ChatService:
         return generation
 
     async def _read(self, body: bytes) -> CompletionRequest:
+        read = read_relayed if isinstance(self._backend, RelayBackend) else read_completion
         if len(body) <= INLINE_BODY_BYTES:
-            return read_completion(body)
+            return read(body)
         run = self._workers.run_large if len(body) > LARGE_BODY_BYTES else self._workers.run
-        return await run(read_completion, body)
+        return await run(read, body)
 
     async def _reduce(self, arrival: Arrival, request: CompletionRequest, lease: Lease) -> Compaction:
         principal, overrides = arrival.principal, request.overrides
@@ -184,6 +187,8 @@ class ChatService:
 
     def _generate(self, arrival: Arrival, compaction: Compaction, max_tokens: int, lease: Lease) -> Generation:
         request, result = compaction.request, compaction.result
+        if isinstance(self._backend, RelayBackend):
+            return self._relay(arrival, compaction, lease, max_tokens, self._backend)
         request.check_vocabulary(self._backend.info.vocab_size)
         request_id = compaction.receipt_id.replace("rcpt_", "gen_")
         outputs = [
@@ -209,4 +214,33 @@ class ChatService:
             observer=self._observer,
             drain=self._drain,
             arrived_s=arrival.arrived_s,
+        )
+
+    def _relay(
+        self, arrival: Arrival, compaction: Compaction, lease: Lease, max_tokens: int, backend: RelayBackend
+    ) -> Relay:
+        """The request on its way to an upstream; its own ``max_tokens`` stays unless it is over the room."""
+        request, result = compaction.request, compaction.result
+        is_own = max_tokens == request.max_tokens
+        is_unlimited = request.max_tokens is None and self._limits.default_max_tokens is None
+        return Relay(
+            request_id=arrival.request_id,
+            compaction=compaction,
+            max_tokens=max_tokens,
+            backend=backend,
+            request=RelayRequest(
+                request_id=arrival.request_id,
+                body=arrival.body,
+                messages=result.messages,
+                tools=result.tools,
+                cache_salt=arrival.principal.cache_salt,
+                streams=bool(request.body.stream),
+                max_tokens=None if is_own or is_unlimited else max_tokens,
+            ),
+            count_text=self._backend.encoder.count_text,
+            lease=lease,
+            observer=self._observer,
+            drain=self._drain,
+            arrived_s=arrival.arrived_s,
+            num_choices=request.num_choices,
         )

@@ -43,6 +43,8 @@ class Compaction:
     receipt: bytes
     """The record as JSON."""
     reduce_s: float
+    counting: str = "exact"
+    """How the tokens of the prompt were counted."""
 
 
 class RequestCounter:
@@ -51,9 +53,16 @@ class RequestCounter:
     What the template refuses is the caller's mistake, so it is told as one.
     """
 
-    def __init__(self, encoder: PromptEncoder, template_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        template_kwargs: Mapping[str, Any],
+        unsent_tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """``unsent_tools`` count like tools, but are none: what else of the request the model reads."""
         self._encoder = encoder
         self._template_kwargs = template_kwargs
+        self._unsent_tools = unsent_tools
 
     def count_text(self, text: str) -> int:
         """Tokens of a text on its own."""
@@ -62,7 +71,7 @@ class RequestCounter:
     def count_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Exact tokens of the rendered prompt. Raises ``InvalidRequestError`` for what the template refuses."""
         try:
-            return self._encoder.count_prompt(messages, tools, **self._template_kwargs)
+            return self._encoder.count_prompt(messages, [*tools, *self._unsent_tools], **self._template_kwargs)
         except ValueError as error:
             raise template_refusal(error) from None
 
@@ -156,7 +165,9 @@ class Compactor:
         """
         started = time.perf_counter()
         self._refuse_by_size(request.parts, budget)
-        counter = RequestCounter(self._prompt_encoder, request.template_kwargs)
+        # Where the template is known, what it prints is known as well.
+        unsent_tools = () if self._prompt_encoder.counting == "exact" else request.unsent_tools
+        counter = RequestCounter(self._prompt_encoder, request.template_kwargs, unsent_tools)
         reducer = Reducer(
             self._reducer_configs[policy],
             counter,
@@ -198,6 +209,7 @@ class Compactor:
             receipt_id=receipt_id,
             receipt=receipt,
             reduce_s=time.perf_counter() - started,
+            counting=self._prompt_encoder.counting,
         )
 
     def _refuse_by_size(self, parts: PromptParts, budget: InputBudget) -> None:

@@ -19,6 +19,7 @@ from app.schemas import (
     ImagePart,
     Overrides,
     RefusalPart,
+    RelayBody,
     ResponseFormat,
     TextPart,
 )
@@ -63,6 +64,8 @@ class CompletionRequest:
     """The schema that the answer has to follow, as JSON."""
     ignored: tuple[str, ...]
     """Fields that the embedded engine does not honour; the answer lists them."""
+    unsent_tools: tuple[Mapping[str, Any], ...] = ()
+    """What the model reads beside messages and tools: functions of the old kind, a schema for the answer."""
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -159,6 +162,43 @@ def read_completion(body: bytes) -> CompletionRequest:
         json_schema=_json_schema(checked.response_format),
         ignored=(*_ignored_fields(checked), *_unknown_fields(raw)),
     )
+
+
+def read_relayed(body: bytes) -> CompletionRequest:
+    """Reads the body of a completion that an upstream answers: what the gateway does not need, the upstream judges."""
+    raw = decode_object(body)
+    checked = convert_body(raw, RelayBody)
+    _check_template_kwargs(checked.chat_template_kwargs or {})
+    names = [name for name in RelayBody.__struct_fields__ if name not in ("messages", "tools", "functions")]
+    known = {name: getattr(checked, name) for name in names if name in _KNOWN_FIELDS}
+    effort = checked.reasoning_effort
+    known["reasoning_effort"] = effort if isinstance(effort, str) else None
+    return CompletionRequest(
+        body=CompletionBody(messages=[], **known),
+        raw=raw,
+        parts=PromptParts(
+            messages=tuple(raw["messages"]),
+            tools=tuple(checked.tools or ()),
+            passages=_passages(checked.documents or ()),
+        ),
+        overrides=checked.firsttoken or Overrides(),
+        max_tokens=checked.max_completion_tokens or checked.max_tokens,
+        stop=(),
+        logit_bias={},
+        json_schema=None,
+        ignored=(),
+        unsent_tools=_unsent_tools(checked),
+    )
+
+
+def _unsent_tools(body: RelayBody) -> tuple[Mapping[str, Any], ...]:
+    tools = [{"type": "function", "function": function} for function in body.functions or ()]
+    schema = body.response_format.get("json_schema") if isinstance(body.response_format, dict) else None
+    if isinstance(schema, dict):
+        name = schema.get("name")
+        function = {**schema, "name": name if isinstance(name, str) and name else "response_format"}
+        tools.append({"type": "function", "function": function})
+    return tuple(tools)
 
 
 def _field_error(text: str, raw: Any) -> InvalidRequestError:

@@ -11,6 +11,7 @@ GatewayError
 ├── RateLimitError          429  requests per minute, tokens per day
 ├── ClientDisconnectedError 499  the client left; only logs see it
 ├── GenerationError         500  the engine failed this request
+├── UpstreamError           400, 429, 502, 503 or 504  the upstream refused or failed this request
 └── OverloadedError         503  too many jobs; retry later
     └── ShuttingDownError   503  the server ends; retry later
 """
@@ -106,6 +107,29 @@ class GenerationError(GatewayError):
     """The engine failed this request and goes on with the others."""
 
 
+class UpstreamError(GatewayError):
+    """The upstream refused this request, failed, or cannot be reached; ``status`` is what the client is told."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        type: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.upstream_status: int | None = None
+        """The status that the upstream answered with; ``None`` where it did not answer."""
+
+
 class OverloadedError(GatewayError):
     """The gateway has as much work as it takes; retry later."""
 
@@ -161,6 +185,11 @@ def _prompt_too_long(error: PromptTooLongError) -> ErrorAnswer:
     if error.is_input_limit:
         return _context_length(error)
     return _context_length(ContextLengthError(error.max_model_len, error.num_prompt_tokens))
+
+
+def _upstream(error: UpstreamError) -> ErrorAnswer:
+    headers = {} if error.retry_after_s is None else _retry_after(error.retry_after_s)
+    return ErrorAnswer(error.status, error.type, str(error), error.param, error.code, headers)
 
 
 def _not_found(error: NotFoundError) -> ErrorAnswer:
@@ -246,6 +275,7 @@ TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
     RateLimitError: _rate_limit,
     ClientDisconnectedError: lambda error: ErrorAnswer(499, "client_closed_request", str(error)),
     GenerationError: _failed,
+    UpstreamError: _upstream,
     OutputTooLongError: _output_too_long,
     AdmissionError: _refused,
     EngineDeadError: _unavailable,

@@ -86,8 +86,10 @@ class Gateway:
         settings = self.settings
         chunk = settings.engine.scheduler.long_prefill_token_threshold
         step = settings.engine.scheduler.max_num_batched_tokens
-        cost_model = PrefillCostModel.from_model_info(
-            self.backend.info, max_tokens_per_step=min(chunk, step) if chunk else step
+        cost_model = (
+            PrefillCostModel.from_model_info(self.backend.info, max_tokens_per_step=min(chunk, step) if chunk else step)
+            if self.backend.info.num_layers
+            else PrefillCostModel()  # computed elsewhere: only the times are known
         )
         objective = TtftObjective(cost_model)
         self.metrics.registry.register(
@@ -169,8 +171,12 @@ def load_reranker(settings: Settings) -> Reranker:
 
 
 def make_gateway(settings: Settings, backend: Backend | None = None) -> Gateway:
-    """A gateway on the given backend, else on the embedded engine. Nothing is started yet."""
+    """A gateway on the given backend, else on the one that the settings name. Nothing is started yet."""
     workers = WorkerPool(settings.server.num_workers, settings.server.max_pending_jobs)
+    if backend is None and settings.backend.kind == "openai":
+        from app.backends.openai import OpenAIBackend
+
+        backend = OpenAIBackend(settings.backend, workers)
     if backend is None:
         from app.backends.embedded import EmbeddedBackend
 

@@ -63,7 +63,13 @@ class GeneratedChoice:
 
 
 class Generation:
-    """Iterate over ``deltas()`` after ``start()``, or ``read_to_end()``; always ``aclose()``."""
+    """One computed by a backend's outputs; ``app.relay`` has the one that passes an upstream's bytes on.
+
+    Iterate over ``deltas()`` after ``start()``, or ``read_to_end()``; always ``aclose()``.
+    """
+
+    is_counted_at_end = False
+    """Whether the backend tells the length of the prompt with the end of the answer only."""
 
     def __init__(
         self,

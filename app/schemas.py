@@ -124,6 +124,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every chunk; of upstreams that know it."""
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +189,32 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
     response_format: ResponseFormat | None = None
     tool_choice: str | dict[str, Any] | None = None
+
+
+class RelayMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message on its way to an upstream: content parts of every kind pass."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class RelayBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gateway reads of a completion that an upstream answers; the upstream judges all other fields."""
+
+    messages: Annotated[list[RelayMessage], Meta(min_length=1)]
+    model: str | None = None
+    documents: list[Document] | None = None
+    firsttoken: Overrides | None = None
+    tools: list[dict[str, Any]] | None = None
+    functions: list[dict[str, Any]] | None = None
+    response_format: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_NUM_CHOICES)] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

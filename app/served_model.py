@@ -27,7 +27,8 @@ class ServedModel:
 
     def __init__(self, settings: Settings) -> None:
         self.name = settings.server.served_model_name
-        self.own_name = _own_name(settings.engine.model.model)
+        is_embedded = settings.backend.kind == "embedded"
+        self.own_name = _own_name(settings.engine.model.model) if is_embedded else settings.backend.model
         self._created = int(time.time())
 
     @property

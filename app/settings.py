@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from app.backend_settings import BackendSettings
 from app.config_tree import merge, struct_of
 from app.operator_settings import (
     SHA256_HEX,
@@ -226,6 +227,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Everything the gateway is started with."""
 
     server: ServerSettings = ServerSettings()
+    backend: BackendSettings = BackendSettings()
     engine: EngineConfig = EngineConfig()
     encoder: EncoderSettings = EncoderSettings()
     reranker: RerankerSettings = RerankerSettings()

@@ -6,6 +6,7 @@ and no ``[DONE]``, so that nobody takes the part for the whole.
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from app.answers import extension_of, logprobs_of, usage_of
 from app.errors import GenerationError, answer_of
 from app.generation import Delta, Generation
 from app.http_io import cancel_and_wait, disconnected
+from app.relay import Relay
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -85,6 +87,27 @@ async def completion_events(generation: Generation, model: str, *, includes_usag
     yield DONE
 
 
+async def relayed_events(relay: Relay, model: str) -> AsyncGenerator[bytes, None]:
+    """The events of a started relay, to the end or to the error that breaks it off."""
+    request = relay.compaction.request
+    options = request.body.stream_options
+    repeats_usage = options is not None and bool(options.continuous_usage_stats)
+    frames = relay.frames(model, includes_usage=request.includes_usage, repeats_usage=repeats_usage)
+    try:
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
+    except Exception as error:
+        yield error_event(error, relay)
+
+
+def answer_events(generation: Generation, model: str) -> AsyncGenerator[bytes, None]:
+    """The events of a started generation, wherever it is computed."""
+    if isinstance(generation, Relay):
+        return relayed_events(generation, model)
+    return completion_events(generation, model, includes_usage=generation.compaction.request.includes_usage)
+
+
 def error_event(error: Exception, generation: Generation) -> bytes:
     """The frame that ends a broken stream."""
     log = structlog.get_logger("firsttoken.requests")
@@ -148,10 +171,10 @@ class ASGIEventStream(ASGIResponse):
 class EventStream(Response[None]):
     """The events of a generation as a handler returns them."""
 
-    def __init__(self, generation: Generation, model: str, *, includes_usage: bool, headers: dict[str, str]) -> None:
+    def __init__(self, generation: Generation, events: AsyncGenerator[bytes, None], *, headers: dict[str, str]) -> None:
         super().__init__(None, media_type="text/event-stream")
         self._generation = generation
-        self._events = completion_events(generation, model, includes_usage=includes_usage)
+        self._events = events
         self._extra_headers = headers
 
     def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIEventStream:

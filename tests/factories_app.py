@@ -67,6 +67,10 @@ class ByteEncoder:
     """One token a byte; a message is ``<role>content``, tools are JSON in front, ``<assistant>`` is at the end."""
 
     max_token_bytes = 1
+    counting = "exact"
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
 
     def encode_text(self, text: str) -> list[int]:
         return list(text.encode())

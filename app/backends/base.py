@@ -31,6 +31,15 @@ class PromptEncoder(Protocol):
         """Token ids of a text on its own; what looks like a special token is ordinary text."""
         ...
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens included. Raises ``GatewayError`` where no tokenizer is known."""
+        ...
+
+    @property
+    def counting(self) -> str:
+        """``exact``, or in which way the counts are never too low."""
+        ...
+
     @property
     def max_token_bytes(self) -> int:
         """UTF-8 bytes of the longest token: ``n`` bytes of text have at least ``n / max_token_bytes`` tokens."""

@@ -17,6 +17,8 @@ from engine.process import EngineClient
 class ChatEncoder:
     """The engine's chat tokenizer as the gateway sees it."""
 
+    counting = "exact"
+
     def __init__(self, chat: ChatTokenizer) -> None:
         self._chat = chat
 
@@ -39,6 +41,10 @@ class ChatEncoder:
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a text on its own."""
         return self._chat.tokenizer.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens included."""
+        return self._chat.tokenizer.decode(token_ids, skip_special=False)
 
     @property
     def max_token_bytes(self) -> int:

@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import msgspec
 from litestar import Controller, Response, post
 
 from app.answers import chat_completion, reduction_headers
 from app.auth import Principal
 from app.gateway import Gateway
 from app.generation import Generation
-from app.http_io import GatewayRequest, gateway_of, json_response, read_arrival, unless_disconnected
+from app.http_io import GatewayRequest, gateway_of, read_arrival, unless_disconnected
 from app.rate_limit_headers import rate_limit_headers
-from app.streaming import EventStream
+from app.relay import Relay
+from app.streaming import EventStream, answer_events
 
 
 class ChatController(Controller):
@@ -30,14 +32,22 @@ class ChatController(Controller):
         model = compacted.body.model or gateway.served_model.name
         if compacted.body.stream:
             headers = await answer_headers(gateway, arrival.principal, generation)
-            return EventStream(generation, model, includes_usage=compacted.includes_usage, headers=headers)
-        try:
-            await unless_disconnected(request.receive, generation.read_to_end())
-        finally:
-            await generation.aclose()
+            return EventStream(generation, answer_events(generation, model), headers=headers)
+        answer = await whole_answer(request, generation, model)
         # Only now is the output charged, so that the limits in the headers are those of the next request.
         headers = await answer_headers(gateway, arrival.principal, generation)
-        return json_response(chat_completion(generation, model), headers=headers)
+        return Response(answer, media_type="application/json", headers=headers)
+
+
+async def whole_answer(request: GatewayRequest, generation: Generation, model: str) -> bytes:
+    """The answer of a started generation as JSON, once it is complete; the generation is closed either way."""
+    try:
+        if isinstance(generation, Relay):
+            return await unless_disconnected(request.receive, generation.read_answer(model))
+        await unless_disconnected(request.receive, generation.read_to_end())
+        return msgspec.json.encode(chat_completion(generation, model))
+    finally:
+        await generation.aclose()
 
 
 async def answer_headers(gateway: Gateway, principal: Principal, generation: Generation) -> dict[str, str]:

@@ -52,7 +52,7 @@ def test_a_named_file_that_is_missing_is_an_error_not_a_fallback(tmp_path: Path)
     ("text", "message"),
     [
         ("[server]\nprot = 1\n", r"unknown key 'server\.prot'; did you mean 'port'\?"),
-        ("[zzz]\n", r"unknown key 'zzz'; known keys: server, engine"),
+        ("[zzz]\n", r"unknown key 'zzz'; known keys: server, backend, engine"),
         ("[engine.model]\ndtpye = 'fp32'\n", r"unknown key 'engine\.model\.dtpye'; did you mean 'dtype'"),
         ("[reducer.dedup]\nenabeld = false\n", r"unknown key 'reducer\.dedup\.enabeld'"),
         ("[tenants.acme]\nrpm = 3\n", r"unknown key 'tenants\.acme\.rpm'"),
