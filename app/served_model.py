@@ -7,6 +7,7 @@ import msgspec
 
 from app.errors import NotFoundError
 from app.settings import Settings
+from engine.outputs import ModelInfo
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +20,14 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Window in tokens that is really admitted, prompt and output together."""
     root: str
     """The model behind the name."""
+    dtype: str
+    """Of the computation."""
+    quantization: str
+    """Of the weights; ``none`` where they are as loaded."""
+    kv_cache_dtype: str
+    """Of keys and values; ``auto`` is ``dtype``."""
+    quantization_gate: str
+    """``none`` (nothing is quantized), ``passed``, or served by force: ``forced_failed``, ``forced_unmeasured``."""
     owned_by: str = "firsttoken"
 
 
@@ -45,14 +54,23 @@ class ServedModel:
                 code="model_not_found",
             )
 
-    def cards(self, max_model_len: int) -> list[ModelCard]:
+    def cards(self, info: ModelInfo) -> list[ModelCard]:
         """An entry for every name."""
-        return [self.card(name, max_model_len) for name in self.names]
+        return [self.card(name, info) for name in self.names]
 
-    def card(self, name: str, max_model_len: int) -> ModelCard:
+    def card(self, name: str, info: ModelInfo) -> ModelCard:
         """The entry of one name. Raises ``NotFoundError`` where it is not served."""
         self.check(name)
-        return ModelCard(id=name, created=self._created, max_model_len=max_model_len, root=self.own_name)
+        return ModelCard(
+            id=name,
+            created=self._created,
+            max_model_len=info.max_model_len,
+            root=self.own_name,
+            dtype=info.dtype,
+            quantization=info.quantization,
+            kv_cache_dtype=info.kv_cache_dtype,
+            quantization_gate=info.quantization_gate,
+        )
 
 
 def _own_name(model: str) -> str:

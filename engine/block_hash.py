@@ -40,7 +40,7 @@ class CacheKey:
     dtype: str
     """Of the KV cache and of the computation."""
     quantization: str
-    """Of the weights, e.g. ``none``; two quantizations of one model give different keys and values."""
+    """Of the weights and the KV cache, e.g. ``none`` or ``int8+kv_fp8``; another one gives other keys and values."""
     rope: str
     """Base, scaling and whatever else turns positions into angles."""
 

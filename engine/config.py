@@ -5,7 +5,8 @@ from typing import Literal
 import msgspec
 
 DType = Literal["auto", "fp32", "bf16", "fp16"]
-QuantizationName = Literal["none", "int8"]
+QuantizationName = Literal["none", "int8", "fp8"]
+KVCacheDType = Literal["auto", "int8", "fp8"]
 AttentionBackendName = Literal["auto", "native", "tiled", "sdpa", "reference"]
 PolicyName = Literal["token_budget", "fixed_count", "length_bucket"]
 KVRole = Literal["both", "prefill", "decode"]
@@ -21,7 +22,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Weights, activations and KV cache; ``auto`` is bf16 where the processor computes it natively, else fp32."""
     quantization: QuantizationName = "none"
     """``int8``: the layers' weights per output channel, their inputs per token; the output projection stays as it is. A
-    loss that depends on the model buys up to twice the speed of the matrix products on a CPU."""
+    loss that depends on the model buys up to twice the speed of the matrix products on a CPU. ``fp8``: the layers'
+    weights per output channel as 8-bit floats, widened in every product: half the memory, no speed. Both need a passed
+    record of ``firsttoken eval quantization``."""
+    force_quantization: bool = False
+    """Serve a quantized format, weights or KV cache, although it has no record or one that failed."""
     attention_backend: AttentionBackendName = "auto"
     """Which kernels compute attention; ``auto`` takes the fastest that this machine has."""
     max_model_len: int | None = None
@@ -43,6 +48,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Memory for KV blocks in GiB, used when ``num_blocks`` is not given; ``None`` takes ``free_memory_share``."""
     free_memory_share: float = 0.3
     """Share, 0 to 1, of what is free after loading the weights; never more than ``max_num_seqs`` full windows need."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """``auto`` is the dtype of the computation. ``int8``, ``fp8``: 8 bits and a scale per token and head, a bit more
+    than half of bf16's memory, for time (blocks are widened when read) and a loss that depends on the model; needs a
+    passed record of ``firsttoken eval quantization``."""
     enable_prefix_caching: bool = True
     """Share blocks of equal prefixes within a tenant."""
     public_prefixes: tuple[str, ...] = ()

@@ -2,11 +2,12 @@
 
 import torch
 
-from engine.config import CacheConfig
+from engine.config import CacheConfig, KVCacheDType
 from engine.cpu_runtime import lazy_zeros
 from engine.errors import ModelError
 from engine.memory import free_memory_bytes
 from engine.model_spec import ModelSpec
+from kernels.kv_quantization import SCALE_BYTES, is_quantized_kv, kv_row_size, kv_storage_dtype
 
 _GIB = 1 << 30
 
@@ -22,14 +23,21 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> None:
-        """Reserve the memory; the operating system gives it page by page as blocks are first used."""
+        """Reserve the memory; the operating system gives it page by page as blocks are first used.
+
+        Raises:
+            ModelError: this torch, or the heads of this model, cannot have a cache of ``kv_cache_dtype``.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        row_size, dtype = _row_format(spec, dtype, kv_cache_dtype)
+        shape = (2, num_blocks, block_size, spec.num_kv_heads, row_size)
         # Zeros, not empty: masked values are multiplied with weight 0, and 0 * NaN would be NaN.
         self.layers = [lazy_zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        """Per layer (2, num_blocks, block_size, num_kv_heads, head_dim), keys first."""
+        """Per layer (2, num_blocks, block_size, num_kv_heads, head_dim), keys first; where they are quantized, rows as
+        ``kernels.kv_quantization`` describes them."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,14 +53,33 @@ class KVCache:
         is_dirty = torch.zeros(len(block_ids), dtype=torch.bool, device=self.layers[0].device)
         for layer in self.layers:
             values = layer[:, block_ids]
-            is_dirty |= ~torch.isfinite(values).all(dim=0).flatten(1).all(dim=1)
-            layer[:, block_ids] = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+            numbers = values
+            if is_quantized_kv(layer):
+                numbers = values[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+            is_finite = torch.isfinite(numbers)
+            is_dirty |= ~is_finite.all(dim=0).flatten(1).all(dim=1)
+            layer[:, block_ids] = torch.where(is_finite, values, torch.zeros((), dtype=layer.dtype))
         return [block_id for block_id, dirty in zip(block_ids, is_dirty.tolist(), strict=True) if dirty]
 
 
-def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers: ``2 * L * H_kv * D_head * block_size * itemsize``."""
-    return spec.num_kv_values_per_token * block_size * dtype.itemsize
+def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype, kv_cache_dtype: KVCacheDType = "auto") -> int:
+    """Bytes of one block over all layers: ``2 * L * H_kv * D_head * block_size * itemsize``, and scales if quantized.
+
+    Raises:
+        ModelError: such a cache is not possible.
+    """
+    row_size, dtype = _row_format(spec, dtype, kv_cache_dtype)
+    return spec.num_kv_values_per_token // spec.head_dim * row_size * block_size * dtype.itemsize
+
+
+def _row_format(spec: ModelSpec, dtype: torch.dtype, kv_cache_dtype: KVCacheDType) -> tuple[int, torch.dtype]:
+    """Elements of the row of one head, and their dtype."""
+    if kv_cache_dtype == "auto":
+        return spec.head_dim, dtype
+    try:
+        return kv_row_size(spec.head_dim), kv_storage_dtype(kv_cache_dtype)
+    except ValueError as error:
+        raise ModelError(f"kv_cache_dtype {kv_cache_dtype!r}: {error}") from error
 
 
 def num_kv_blocks(
@@ -68,7 +95,7 @@ def num_kv_blocks(
     Args:
         spec: sizes of the model, whose weights are loaded already.
         cache: configured sizes.
-        dtype: of keys and values.
+        dtype: of keys and values where ``cache`` does not quantize them.
         max_num_tokens: tokens that can be of use at once; a pool sized by free memory holds no more.
         device: whose memory is asked for.
 
@@ -77,7 +104,7 @@ def num_kv_blocks(
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = kv_block_bytes(spec, cache.block_size, dtype)
+    block_bytes = kv_block_bytes(spec, cache.block_size, dtype, cache.kv_cache_dtype)
     if cache.memory_gib is not None:
         num_blocks = int(cache.memory_gib * _GIB) // block_bytes
         source = f"memory_gib {cache.memory_gib}"

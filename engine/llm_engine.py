@@ -22,6 +22,7 @@ from engine.grammar import GrammarCompiler
 from engine.kv_cache_manager import KVCacheManager
 from engine.logprobs import LogprobsQueue
 from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
+from engine.quantization_gate import check_gate
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from engine.sequence import Sequence
@@ -99,33 +100,37 @@ class LLMEngine:
         """Load a model and build the engine around it; this is where torch comes in.
 
         Raises:
-            ModelError: the model cannot be found or read, or does not fit the configuration.
+            ModelError: the model cannot be found or read, does not fit the configuration, or is to be quantized in a
+                format that has not passed its regression gate.
             EngineError: the prefix cache does not keep tenants apart.
         """
         from engine.chat_template import ChatTokenizer
         from engine.isolation import encode_public_prefixes, verify_isolation
-        from engine.model_runner import ModelRunner
+        from engine.model_runner import ModelRunner, gate_key
         from engine.model_store import resolve_model
 
         model_path = resolve_model(config.model.model)
+        key = gate_key(config, model_path)
+        gate = check_gate(config, key)
         chat = ChatTokenizer.from_path(model_path)
         grammars = GrammarCompiler(chat.tokenizer)
         # Beside the start, not before it: the first request for JSON should not wait, nor any other for it.
         threading.Thread(target=grammars.warm_up, name="grammar-warm-up", daemon=True).start()
         runner = ModelRunner(config, model_path, eos_token_ids=chat.tokenizer.eos_token_ids, grammars=grammars)
+        info = msgspec.structs.replace(runner.info, quantization_gate=gate)
         cache_key = CacheKey(
             weights_digest=runner.info.weights_digest,
             tokenizer_digest=chat.tokenizer.digest,
             template_version=chat.version,
             dtype=runner.info.dtype,
-            quantization=config.model.quantization,
+            quantization=key.quantization,
             rope=runner.spec.rope.key,
         )
 
         def make(public_prefixes: Iterable[SequenceOf[int]], block_memory: KVBlockMemory | None = None) -> "LLMEngine":
             return cls(
                 config,
-                info=runner.info,
+                info=info,
                 runner=runner,
                 tokenizer=chat.tokenizer,
                 cache_key=cache_key,

@@ -1,7 +1,7 @@
 """Computes the steps that the scheduler plans: tensors in, forward pass, sampled tokens out."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +17,14 @@ from engine.kv_cache import KVCache, num_kv_blocks
 from engine.logits_processors import LogitsProcessors
 from engine.models.registry import load_model
 from engine.outputs import ModelInfo
+from engine.quantization_gate import GateKey, kernel_code_version, quantization_format
 from engine.sampler import LogprobRows, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from engine.second_tier_memory import SecondTierMemory
 from engine.weights import open_checkpoint, weights_digest
 from kernels.attention import AttentionBackend, get_attention_backend
+from kernels.attention.quantized import QuantizedKVAttention
 from kernels.capabilities import default_dtype
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,9 @@ class ModelRunner:
         self.spec = checkpoint.spec
         self.max_model_len = _resolve_max_model_len(config.model.max_model_len, self.spec.max_position, model_path)
         self._attention = self._find_attention(attention_backend or config.model.attention_backend)
+        self._kv_cache_dtype = config.cache.kv_cache_dtype
+        if self._kv_cache_dtype != "auto":
+            self._attention = QuantizedKVAttention(self._attention, self._kv_cache_dtype)
         self._model = load_model(
             checkpoint,
             self._attention,
@@ -85,6 +90,7 @@ class ModelRunner:
             block_size=config.cache.block_size,
             dtype=self.dtype,
             device=self.device,
+            kv_cache_dtype=self._kv_cache_dtype,
         )
         self.block_memory = TensorBlockMemory(self.kv_cache)
         """Blocks as bytes, for other engines."""
@@ -94,7 +100,7 @@ class ModelRunner:
         self.info = ModelInfo(
             model=str(model_path),
             architecture=self.spec.architecture,
-            dtype=next(name for name, dtype in _DTYPES.items() if dtype == self.dtype),
+            dtype=dtype_name(self.dtype),
             num_parameters=self._model.num_parameters,
             max_model_len=self.max_model_len,
             vocab_size=self.spec.vocab_size,
@@ -109,6 +115,8 @@ class ModelRunner:
             weights_digest=weights_digest(model_path),
             attention_backend=self._attention.name,
             num_second_tier_blocks=self._second_tier.num_slots if self._second_tier is not None else 0,
+            quantization=config.model.quantization,
+            kv_cache_dtype=self._kv_cache_dtype,
         )
         self._warm_up()
 
@@ -135,7 +143,7 @@ class ModelRunner:
         batch = InputBatch.from_scheduler_output(
             scheduler_output, block_size=self.kv_cache.block_size, device=self.device
         )
-        logits = self._forward(batch, self.kv_cache)
+        logits = self._model.compute_logits(self._forward(batch, self.kv_cache, batch.output_rows))
         if not batch.sampled:
             return ModelRunnerOutput(sampled={})
         # A sum is finite only if all its terms are, and costs a hundredth of asking each of them.
@@ -152,6 +160,28 @@ class ModelRunner:
         Returns:
             (num_tokens, vocab_size), fp32. For a window of 8,192 and a vocabulary of 49,152 that is 1.6 GB.
         """
+        return self._model.compute_logits(self._hidden_of_prompt(token_ids, range(len(token_ids))))
+
+    @torch.inference_mode()
+    def logits_in_parts(
+        self, token_ids: Sequence[int], rows: Sequence[int], rows_per_part: int
+    ) -> Iterator[torch.Tensor]:
+        """Logits after some tokens of a prompt, which is computed once; so many rows at a time are in memory.
+
+        Args:
+            token_ids: the prompt.
+            rows: places of tokens in it, in the order in which their logits are wanted.
+            rows_per_part: most rows of one part.
+
+        Yields:
+            (at most rows_per_part, vocab_size), fp32.
+        """
+        hidden = self._hidden_of_prompt(token_ids, rows)
+        for start in range(0, len(rows), rows_per_part):
+            yield self._model.compute_logits(hidden[start : start + rows_per_part])
+
+    def _hidden_of_prompt(self, token_ids: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        """(len(rows), hidden_size), computed in one step in a cache of its own."""
         block_size = self.kv_cache.block_size
         num_blocks = -(-len(token_ids) // block_size)
         sequence = ScheduledSequence(
@@ -166,19 +196,20 @@ class ModelRunner:
         batch = InputBatch.from_scheduler_output(
             SchedulerOutput(scheduled=[sequence]), block_size=block_size, device=self.device
         )
-        scratch = KVCache(self.spec, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device)
-        return self._forward(batch, scratch, torch.arange(len(token_ids), device=self.device))
-
-    def _forward(self, batch: InputBatch, kv_cache: KVCache, output_rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of ``output_rows``, by default the rows to be sampled: (num_output_rows, vocab_size)."""
-        hidden = self._model.forward(
-            batch.token_ids,
-            batch.positions,
-            kv_cache,
-            self._attention.prepare(batch.metadata, dtype=self.dtype),
-            batch.output_rows if output_rows is None else output_rows,
+        scratch = KVCache(
+            self.spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=self.dtype,
+            device=self.device,
+            kv_cache_dtype=self._kv_cache_dtype,
         )
-        return self._model.compute_logits(hidden)
+        return self._forward(batch, scratch, torch.tensor(rows, dtype=torch.int64, device=self.device))
+
+    def _forward(self, batch: InputBatch, kv_cache: KVCache, output_rows: torch.Tensor) -> torch.Tensor:
+        """Hidden states of ``output_rows``: (num_output_rows, hidden_size)."""
+        metadata = self._attention.prepare(batch.metadata, dtype=self.dtype)
+        return self._model.forward(batch.token_ids, batch.positions, kv_cache, metadata, output_rows)
 
     def _sample(self, sequences: list[ScheduledSequence], logits: torch.Tensor) -> ModelRunnerOutput:
         """Choose a token for each sequence from its row of finite logits, which are changed in place."""
@@ -218,6 +249,25 @@ class ModelRunner:
 def resolve_dtype(name: DType, device: torch.device) -> torch.dtype:
     """The torch dtype of a configured one; ``auto`` is bf16 where ``device`` computes it natively, else fp32."""
     return default_dtype(device) if name == "auto" else _DTYPES[name]
+
+
+def gate_key(config: EngineConfig, model_path: Path, device: torch.device | str = "cpu") -> GateKey:
+    """What a record of the quantization gate has to be of for an engine with this configuration.
+
+    Raises:
+        ModelError: a file of the model is missing.
+    """
+    return GateKey(
+        weights_digest=weights_digest(model_path),
+        quantization=quantization_format(config),
+        dtype=dtype_name(resolve_dtype(config.model.dtype, torch.device(device))),
+        code_version=kernel_code_version(),
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Our name of a torch dtype: ``fp32``, ``bf16`` or ``fp16``."""
+    return next(name for name, known in _DTYPES.items() if known == dtype)
 
 
 def _resolve_max_model_len(configured: int | None, max_position: int, model_path: Path) -> int:

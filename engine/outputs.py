@@ -37,6 +37,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str
     num_second_tier_blocks: int = 0
     """Slots for evicted blocks outside the pool."""
+    quantization: str = "none"
+    """Of the weights."""
+    kv_cache_dtype: str = "auto"
+    """``auto`` is ``dtype``."""
+    quantization_gate: str = "none"
+    """What the regression gate says about the format, see ``engine.quantization_gate.GateStatus``."""
 
 
 class KVOffer(msgspec.Struct, frozen=True, kw_only=True):

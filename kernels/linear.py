@@ -1,12 +1,13 @@
 """``y = x W^T + b`` with weights laid out once for the processor.
 
-Three layouts, each read by one implementation only:
+Four layouts, each read by one implementation only:
 
 - ``native``: bf16 pairs for our own kernel, on processors that multiply them by AVX-512 and have no matrix unit (AMX).
   As fast as oneDNN for hundreds of tokens; for one or a few, as in decoding, it takes half to two thirds of the time.
 - oneDNN's blocks. ``torch.nn.functional.linear`` hands it the plain matrix, which is reordered in every call, or (fp32)
   takes another library. For SmolLM2's output projection and one token, a packed matrix takes half the time in bf16 and
   40 % of it in fp32; for 1,024 tokens in fp32 40 %, in bf16 94 %.
+- ``fp8``: weights as 8-bit floats, see ``kernels.fp8_linear``; saves memory only.
 - ``int8``: weights rounded to a grid per output channel, inputs per row as they come. Half the memory and up to twice
   the speed of bf16, for a loss that has to be measured on the model: only where ``quantization="int8"`` asks for it.
 """
@@ -17,12 +18,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from kernels.fp8_linear import Fp8Weight, linear_fp8, pack_fp8
 from kernels.native.library import LinearArgs, NativeKernels, PackArgs, dtype_code, kernels_for
 
 # Rows of the input that oneDNN's layout is made for; measured, it serves 1 to 2,048 rows alike.
 _PACK_ROWS = 512
 
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class PackedWeight:
     """(padded out_features,), int32, int8 only: sum of each channel's weights."""
 
 
-Weight = torch.Tensor | PackedWeight
+Weight = torch.Tensor | PackedWeight | Fp8Weight
 """What ``linear`` takes: a plain matrix, or one from ``pack_weight``."""
 
 
@@ -62,12 +64,15 @@ def pack_weight(weight: torch.Tensor, quantization: Quantization = "none") -> We
 
     Args:
         weight: (out_features, in_features).
-        quantization: ``int8`` rounds the weights, see above.
+        quantization: ``int8`` and ``fp8`` round the weights, see above.
 
     Raises:
-        ValueError: ``int8`` without the native kernels, or for another dtype than fp32 and bf16.
+        ValueError: ``int8`` without the native kernels, or for another dtype than fp32 and bf16; ``fp8`` where torch
+            has no such dtype.
     """
     assert weight.dim() == 2, f"weight must be a matrix, got {tuple(weight.shape)}"
+    if quantization == "fp8":
+        return pack_fp8(weight)
     kernels = kernels_for(weight)
     if quantization == "int8":
         if kernels is None:
@@ -97,6 +102,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         y = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype)
         _linear_native(x, weight, bias, None, y)
         return y
+    if isinstance(weight, Fp8Weight):
+        return linear_fp8(x, weight, bias)
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

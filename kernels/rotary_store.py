@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.kv_quantization import is_quantized_kv, store_quantized_kv
 from kernels.native.library import RotaryStoreArgs, dtype_code, kernels_for
 from kernels.rotary import RotaryTables, rotary, rotary_ref
 from kernels.store_kv import store_kv, store_kv_ref
@@ -19,14 +20,19 @@ def rotary_store(
 
     Args:
         q: (num_tokens, num_heads, head_dim), strided heads with a contiguous last dimension.
-        k, v: (num_tokens, num_kv_heads, head_dim), likewise, dtype of ``kv_cache``.
+        k, v: (num_tokens, num_kv_heads, head_dim), likewise, dtype of ``kv_cache`` unless that is quantized.
         tables: of the same tokens, in the dtype of ``q``.
-        kv_cache: (2, num_blocks, block_size, num_kv_heads, head_dim), contiguous; see ``store_kv``.
+        kv_cache: (2, num_blocks, block_size, num_kv_heads, head_dim), contiguous; see ``store_kv``, or for one of 8
+            bits ``store_quantized_kv``.
         slot_mapping: (num_tokens,), int64, contiguous.
 
     Returns:
         The turned queries and keys, shapes as given.
     """
+    if is_quantized_kv(kv_cache):
+        q, k = rotary(q, tables), rotary(k, tables)
+        store_quantized_kv(k, v, kv_cache, slot_mapping)
+        return q, k
     kernels = kernels_for(q)
     is_dense = q.stride(2) == k.stride(2) == v.stride(2) == 1
     if kernels is None or not is_dense or q.shape[2] % 2:

@@ -37,6 +37,7 @@ CONTROL_PLANE = (
     "lengths",
     "outputs",
     "policies",
+    "quantization_gate",
     "received_blocks",
     "sampling_params",
     "scheduler",

@@ -8,9 +8,11 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import click
 import uvicorn
+from msgspec.structs import replace
 
 from app.asgi import create_app
 from app.config_file import load_settings
@@ -19,7 +21,9 @@ from app.errors import ConfigError
 from app.gateway import Gateway, make_gateway
 from app.logs import configure_logging
 from app.settings import ServerSettings, Settings
+from engine.config import DType, KVCacheDType, QuantizationName
 from engine.errors import EngineError
+from engine.outputs import ModelInfo
 
 MAX_TENANTS_SHOWN = 5
 FAREWELL_S = 2
@@ -28,17 +32,58 @@ FAREWELL_S = 2
 
 @click.command()
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Configuration; default $FIRSTTOKEN_CONFIG.")
-def serve(file: Path | None) -> None:
-    """Start the gateway on the embedded engine."""
+@click.option("--dtype", type=click.Choice(get_args(DType)), help="Of the computation: engine.model.dtype.")
+@click.option(
+    "--quantization",
+    type=click.Choice(get_args(QuantizationName)),
+    help="Of the weights: engine.model.quantization. Needs a passed record of `firsttoken eval quantization`.",
+)
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(get_args(KVCacheDType)),
+    help="Of keys and values: engine.cache.kv_cache_dtype. Needs a passed record as well.",
+)
+@click.option("--force-quantization", is_flag=True, help="Serve a quantized format without a passed record.")
+def serve(
+    file: Path | None,
+    dtype: DType | None,
+    quantization: QuantizationName | None,
+    kv_cache_dtype: KVCacheDType | None,
+    force_quantization: bool,
+) -> None:
+    """Start the gateway on the embedded engine. Options here go before the configuration and the environment."""
     # Threads of the encoder and of the engine, which inherits this, share the cores: where they spin while they wait
     # for each other, a step takes 6 to 50 times as long as with sleeping threads. OpenMP reads it when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     settings, source = load_settings(file)
+    settings = with_precision(
+        settings,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        force_quantization=force_quantization or None,
+    )
     configure_logging(settings.logging)
     try:
         asyncio.run(run_gateway(make_gateway(settings), source))
     except (ConfigError, EngineError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def with_precision(
+    settings: Settings,
+    *,
+    dtype: DType | None = None,
+    quantization: QuantizationName | None = None,
+    kv_cache_dtype: KVCacheDType | None = None,
+    force_quantization: bool | None = None,
+) -> Settings:
+    """``settings`` with another precision of the engine; ``None`` leaves what is there."""
+    changes = {"dtype": dtype, "quantization": quantization, "force_quantization": force_quantization}
+    engine = settings.engine
+    model = replace(engine.model, **{name: value for name, value in changes.items() if value is not None})
+    cache = engine.cache if kv_cache_dtype is None else replace(engine.cache, kv_cache_dtype=kv_cache_dtype)
+    return replace(settings, engine=replace(engine, model=model, cache=cache))
 
 
 async def run_gateway(gateway: Gateway, source: str) -> None:
@@ -137,6 +182,18 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
+def precision(info: ModelInfo) -> str:
+    """In which numbers a model is served, and what the regression gate says where they are quantized."""
+    parts = [info.dtype]
+    if info.quantization != "none":
+        parts.append(f"{info.quantization} weights")
+    if info.kv_cache_dtype != "auto":
+        parts.append(f"{info.kv_cache_dtype} KV cache")
+    if info.quantization_gate != "none":
+        parts.append(f"quantization gate {info.quantization_gate.replace('_', ', ')}")
+    return ", ".join(parts)
+
+
 def ready_line(gateway: Gateway, listener: socket.socket, source: str) -> str:
     """One line that says what is served and where."""
     host, port = listener.getsockname()[:2]
@@ -146,7 +203,8 @@ def ready_line(gateway: Gateway, listener: socket.socket, source: str) -> str:
     where = f"[{host}]" if ":" in host else host
     model = gateway.served_model
     return (
-        f"firsttoken {VERSION} ready on http://{where}:{port} | model {model.name} ({model.own_name}, {info.dtype}, "
-        f"{info.attention_backend} attention, window {info.max_model_len} tokens) | encoder {gateway.encoder_state} | "
+        f"firsttoken {VERSION} ready on http://{where}:{port} | "
+        f"model {model.name} ({model.own_name}, {precision(info)}, {info.attention_backend} attention, "
+        f"window {info.max_model_len} tokens) | encoder {gateway.encoder_state} | "
         f"tenants {shown}{more} | {source}"
     )

@@ -36,7 +36,7 @@ class ModelsController(Controller):
         """All names with the window that is really admitted."""
         await authenticated(request)
         gateway = gateway_of(request)
-        return json_response(ModelList(data=gateway.served_model.cards(gateway.backend.info.max_model_len)))
+        return json_response(ModelList(data=gateway.served_model.cards(gateway.backend.info)))
 
     @get("/v1/models/{model_name:path}")
     async def show_model(self, request: GatewayRequest) -> Response[bytes]:
@@ -44,7 +44,7 @@ class ModelsController(Controller):
         await authenticated(request)
         gateway = gateway_of(request)
         name = str(request.path_params["model_name"]).removeprefix("/")
-        return json_response(gateway.served_model.card(name, gateway.backend.info.max_model_len))
+        return json_response(gateway.served_model.card(name, gateway.backend.info))
 
     @post(["/tokenize", "/v1/tokenize"], status_code=200)
     async def tokenize(self, request: GatewayRequest) -> Response[bytes]:

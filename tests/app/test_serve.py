@@ -8,16 +8,21 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
+from click.testing import CliRunner
 from factories_app import EchoBackend, bearer, make_body, make_settings
+from factories_quantization import save_tiny_llama
 from structlog.testing import capture_logs
 
-from app.commands.serve import run_gateway
+from app.cli import main
+from app.commands.serve import precision, run_gateway, with_precision
 from app.gateway import Gateway, make_gateway
 from app.settings import ServerSettings
+from engine.config import EngineConfig, ModelConfig
 
 URL = "/v1/chat/completions"
 
@@ -145,3 +150,44 @@ async def take_nothing(http: httpx.AsyncClient, task: "asyncio.Task[None]") -> N
     await asyncio.wait_for(task, 10)
     assert time.monotonic() - started < 30
     writer.close()
+
+
+async def test_precision_and_a_forced_format_are_told_at_start_and_in_the_models(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    backend = EchoBackend()
+    backend.info = msgspec.structs.replace(
+        backend.info,
+        dtype="bf16",
+        quantization="int8",
+        kv_cache_dtype="fp8",
+        quantization_gate="forced_failed",
+    )
+    assert precision(backend.info) == "bf16, int8 weights, fp8 KV cache, quantization gate forced, failed"
+    gateway = make_gateway(make_settings(server=ServerSettings(port=0)), backend)
+    async with serving(gateway, capsys) as (http, _):
+        cards = (await http.get("/v1/models")).json()["data"]
+    told = [(card["quantization"], card["kv_cache_dtype"], card["quantization_gate"]) for card in cards]
+    assert set(told) == {("int8", "fp8", "forced_failed")}
+
+
+def test_options_of_serve_go_before_the_configuration() -> None:
+    settings = make_settings(engine=EngineConfig(model=ModelConfig(dtype="fp32", quantization="int8")))
+    assert with_precision(settings) == settings
+    changed = with_precision(settings, dtype="bf16", kv_cache_dtype="int8", force_quantization=True).engine
+    assert (changed.model.dtype, changed.model.quantization) == ("bf16", "int8")
+    assert (changed.cache.kv_cache_dtype, changed.model.force_quantization) == ("int8", True)
+
+
+def test_serve_refuses_a_quantized_format_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIRSTTOKEN_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_llama(tmp_path / "tiny")
+    config = tmp_path / "firsttoken.toml"
+    config.write_text(
+        f'[server]\nport = 0\n[engine.model]\nmodel = "{model}"\ndtype = "fp32"\n[encoder]\nenabled = false\n'
+    )
+    with capture_logs():
+        result = CliRunner().invoke(main, ["serve", "--config", str(config), "--kv-cache-dtype", "int8"])
+    assert result.exit_code == 1
+    assert "quantization none+kv_int8 of tiny in fp32 has not been measured" in result.output
+    assert "--force-quantization" in result.output
