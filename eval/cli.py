@@ -5,6 +5,7 @@ Exit status of every command: 1 if requests or a gate failed, 2 for wrong usage 
 
 import click
 
+from eval.commands.ablation import ablation
 from eval.commands.anonymise import anonymise
 from eval.commands.load import load
 from eval.commands.recall import recall
@@ -15,5 +16,5 @@ def eval_group() -> None:
     """Measure what a change does to answers, latency and memory."""
 
 
-for _command in (recall, load, anonymise):
+for _command in (recall, load, ablation, anonymise):
     eval_group.add_command(_command)

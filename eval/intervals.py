@@ -82,6 +82,28 @@ def bootstrap(values: Sequence[float], *, seed: int, num_resamples: int = NUM_RE
     return Interval(float(low), float(high))
 
 
+def two_way_bootstrap(table: NDArray[np.float64], *, seed: int, num_resamples: int = NUM_RESAMPLES) -> Interval:
+    """Percentile bootstrap interval of the mean of ``table``: (rounds, requests), NaN where there is no value.
+
+    Rounds and requests are both drawn anew: what a whole round shares, a slow minute of the machine, is no evidence
+    that many requests together could turn into a certainty. A single round is taken as it is.
+    """
+    known = ~np.isnan(table)
+    if not known.any():
+        raise ValueError("no values to summarise")
+    values = np.where(known, table, 0.0)
+    rng = np.random.default_rng(seed)
+    num_rounds, num_requests = table.shape
+    rounds = rng.multinomial(num_rounds, np.full(num_rounds, 1 / num_rounds), num_resamples).astype(np.float64)
+    requests = rng.multinomial(num_requests, np.full(num_requests, 1 / num_requests), num_resamples).astype(np.float64)
+    sums = np.einsum("br,rq,bq->b", rounds, values, requests, optimize=True)
+    counts = np.einsum("br,rq,bq->b", rounds, known.astype(np.float64), requests, optimize=True)
+    drawn = counts > 0
+    tail = (1 - CONFIDENCE) / 2 * 100
+    low, high = np.percentile(sums[drawn] / counts[drawn], [tail, 100 - tail])
+    return Interval(float(low), float(high))
+
+
 def estimate(values: Sequence[float], *, seed: int) -> Estimate:
     """Mean with its interval: Wilson where every value is 0 or 1, bootstrap otherwise.
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -32,18 +32,20 @@ def started_gateway(
     *,
     config: Path | None = None,
     example: bool = False,
+    settings: Mapping[str, str] | None = None,
     command: Sequence[str] = COMMAND,
     ready_timeout_s: float = READY_TIMEOUT_S,
 ) -> Iterator[str]:
     """A running gateway; yields its URL once ``/ready`` answers 200.
 
     ``config`` is its configuration file; by default it finds one itself, or, with ``example``, takes the example that
-    is shipped with it, whose keys are known, whatever lies in the working directory. It runs in a process group of its
+    is shipped with it, whose keys are known, whatever lies in the working directory. ``settings`` are environment
+    variables that change single keys of it. It runs in a process group of its
     own, so Ctrl-C reaches this process alone, which then ends the group. Raises LaunchError with the end of the
     gateway's log.
     """
     port = _free_port()
-    environment = os.environ | {"FIRSTTOKEN_HOST": HOST, "FIRSTTOKEN_PORT": str(port)}
+    environment = os.environ | dict(settings or {}) | {"FIRSTTOKEN_HOST": HOST, "FIRSTTOKEN_PORT": str(port)}
     if config is not None:
         environment["FIRSTTOKEN_CONFIG"] = str(config.resolve())
     elif example:
