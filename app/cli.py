@@ -37,11 +37,18 @@ def _eval() -> click.Command:
     return eval_group
 
 
+def _plan() -> click.Command:
+    from app.commands.plan import plan
+
+    return plan
+
+
 COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
     "serve": (_serve, "Start the gateway on the embedded engine."),
     "compact": (_compact, "Show what a request would send to the model."),
     "config": (_config, "Check the configuration."),
     "models": (_models, "Fetch models and list what is there."),
+    "plan": (_plan, "Say whether separate engines for prefill and decode pay."),
     "eval": (_eval, "Measure what a reduction does to answers."),
 }
 

@@ -36,6 +36,7 @@ CONTROL_PLANE = (
     "kv_cache_manager",
     "lengths",
     "outputs",
+    "planner",
     "policies",
     "quantization_gate",
     "received_blocks",

@@ -68,7 +68,9 @@ class LeaseTable:
         """
         with self._lock:
             lease = self._leases.get(transfer_id)
-            if lease is None or any(block_hash not in lease.block_ids for block_hash in hashes):
+            if lease is None or len(hashes) > len(lease.block_ids):
+                return None
+            if any(block_hash not in lease.block_ids for block_hash in hashes):
                 return None
             lease.peer = peer
             return read_blocks([lease.block_ids[block_hash] for block_hash in hashes])

@@ -150,8 +150,14 @@ class KVReceiver:
     def _run(self) -> None:
         self._poller.register(self._woken, zmq.POLLIN)
         try:
-            while self._serve():
-                pass
+            while True:
+                try:
+                    if not self._serve():
+                        return
+                except Exception:  # whatever it was, the transfers end with it, and the next ones need not
+                    logger.exception("the receiver of KV blocks stumbled")
+                    for peer in list(self._peers.values()):
+                        self._lose(peer)
         finally:
             for peer in list(self._peers.values()):
                 self._disconnect(peer)

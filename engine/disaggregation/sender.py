@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 3000
 _PEER_CHECK_MS = 100
+_MAX_MESSAGE_BYTES = 16 << 20  # the hashes of half a million blocks
 
 
 class KVSender:
@@ -60,6 +61,7 @@ class KVSender:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)  # what can be pending is bounded by what a decode engine asks for at a time
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -89,7 +91,7 @@ class KVSender:
                     continue
                 peer, *frames = self._socket.recv_multipart()
                 try:
-                    message = consumer_message_decoder.decode(frames[-1])
+                    message = consumer_message_decoder.decode(frames[-1] if frames else b"")
                 except msgspec.DecodeError as error:
                     logger.warning("a message about KV blocks cannot be read: %s", error)
                     continue

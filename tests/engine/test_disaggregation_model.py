@@ -11,11 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from factories_disaggregation_model import save_tiny_llama
 from factories_engine import make_request
-from factories_model import make_llama, save_llama
-from factories_tokenizer import write_byte_level_folder
 
-from engine.chat_template import ChatTokenizer
 from engine.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
 from engine.disaggregated_client import DisaggregatedClient
 from engine.disaggregation.block_memory import TensorBlockMemory
@@ -32,10 +30,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder: byte-level tokenizer, config, random weights."""
-    folder = write_byte_level_folder(tmp_path_factory.mktemp("models") / "tiny-llama")
-    vocab_size = ChatTokenizer.from_path(folder).tokenizer.vocab_size
-    return save_llama(folder, make_llama(vocab_size=vocab_size))
+    return save_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="module")
