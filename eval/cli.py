@@ -9,6 +9,7 @@ from eval.commands.ablation import ablation
 from eval.commands.anonymise import anonymise
 from eval.commands.load import load
 from eval.commands.recall import recall
+from eval.commands.report import compare, report
 
 
 @click.group("eval")
@@ -16,5 +17,5 @@ def eval_group() -> None:
     """Measure what a change does to answers, latency and memory."""
 
 
-for _command in (recall, load, ablation, anonymise):
+for _command in (recall, load, ablation, anonymise, report, compare):
     eval_group.add_command(_command)

@@ -49,8 +49,13 @@ def print_recall(console: Console, report: RecallReport) -> None:
     if any(len(row.groups) > 2 for row in report.arms):
         console.print(_group_table(report.arms))
     if report.gate:
-        console.print(_gate_table(report.gate))
+        print_gate(console, report.gate)
     _print_warnings(console, report)
+
+
+def print_gate(console: Console, verdicts: Sequence[GateVerdict]) -> None:
+    """What every threshold said."""
+    console.print(_gate_table(verdicts))
 
 
 def percent(value: float | None) -> str:
