@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels clean
+.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-quantization clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -70,6 +70,10 @@ PEERS ?= $(VENV)/peers
 bench-kernels: setup ## native kernels against the ceiling, transformers and OpenVINO; ten minutes
 	eval/benches/peers/make_openvino.sh $(PEERS)/openvino
 	$(BIN)/python -m eval.benches.bench_kernels --openvino $(PEERS)/openvino --output eval/results/kernels.json
+
+QUANTIZATION ?= int8
+bench-quantization: setup ## a quantized format against the unquantized model; ten minutes; keeps the record that serve asks for
+	$(BIN)/firsttoken eval quantization --quantization $(QUANTIZATION) --data $(DATA)/nq.jsonl.gz --output eval/results/quantization_$(QUANTIZATION).json || [ $$? -eq 1 ]
 
 clean: ## remove the virtual environment and the caches of the tools
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

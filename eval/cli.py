@@ -8,6 +8,7 @@ import click
 from eval.commands.ablation import ablation
 from eval.commands.anonymise import anonymise
 from eval.commands.load import load
+from eval.commands.quantization import quantization
 from eval.commands.recall import recall
 from eval.commands.report import compare, report
 
@@ -17,5 +18,5 @@ def eval_group() -> None:
     """Measure what a change does to answers, latency and memory."""
 
 
-for _command in (recall, load, ablation, anonymise, report, compare):
+for _command in (recall, load, quantization, ablation, anonymise, report, compare):
     eval_group.add_command(_command)
