@@ -100,22 +100,26 @@ def transfer_bytes_per_s(kv_cache: KVCache) -> float:
     hashes = [BlockHash(index.to_bytes(32, "little")) for index in range(num_blocks)]
     leases = LeaseTable()
     block_ids = {block_hash: index for index, block_hash in enumerate(hashes)}
-    leases.grant(Lease(transfer_id="probe", request_id="probe", block_ids=block_ids, expires_s=float("inf")))
+    for name in ("connect", "measure"):
+        leases.grant(Lease(transfer_id=name, request_id=name, block_ids=block_ids, expires_s=float("inf")))
     sender = KVSender("tcp://127.0.0.1:0", leases, memory.read_blocks, memory.block_bytes)
     receiver = KVReceiver(memory.block_bytes)
-    offer = KVOffer(
-        transfer_id="probe",
-        endpoint=sender.endpoint,
-        num_tokens=num_blocks * kv_cache.block_size,
-        layout=memory.layout,
-        lease_ms=_TIMEOUT_S * 1e3,
-    )
+
+    def job(name: str, hashes: Sequence[BlockHash]) -> FetchJob:
+        offer = KVOffer(
+            transfer_id=name,
+            endpoint=sender.endpoint,
+            num_tokens=num_blocks * kv_cache.block_size,
+            layout=memory.layout,
+            lease_ms=_TIMEOUT_S * 1e3,
+        )
+        return FetchJob(name, offer, hashes)
+
     try:
         # The first block pays for the connection, which later transfers find open.
-        _fetch(receiver, FetchJob("connect", offer, hashes[:1]))
-        leases.grant(Lease(transfer_id="probe", request_id="probe", block_ids=block_ids, expires_s=float("inf")))
+        _fetch(receiver, job("connect", hashes[:1]))
         started_s = time.perf_counter()
-        _fetch(receiver, FetchJob("measure", offer, hashes))
+        _fetch(receiver, job("measure", hashes))
         return num_blocks * memory.block_bytes / (time.perf_counter() - started_s)
     finally:
         receiver.close()
