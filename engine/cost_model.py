@@ -19,6 +19,8 @@ from typing import NamedTuple
 from engine.outputs import ModelInfo
 
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
+QUANTIZED_SCALE_BYTES = 4
+"""Of each head of each token in a quantized KV cache."""
 
 DECAY = 0.97
 """Weight of an observation after one more: about the last 30 rule."""
@@ -68,14 +70,17 @@ def prefill_flops(info: ModelInfo, num_new_tokens: int, num_cached_tokens: int =
 
 
 def kv_cache_bytes(info: ModelInfo, num_tokens: int) -> int:
-    """Bytes of keys and values of so many tokens.
+    """Bytes of keys and values of so many tokens; where the cache is quantized, a byte each and a scale per head.
 
     Raises:
         ValueError: the size of the model's dtype is not known.
     """
     if info.dtype not in BYTES_PER_ELEMENT:
         raise ValueError(f"dtype must be one of {', '.join(BYTES_PER_ELEMENT)}, got {info.dtype!r}")
-    return 2 * info.num_layers * info.num_kv_heads * info.head_dim * num_tokens * BYTES_PER_ELEMENT[info.dtype]
+    head_bytes = info.head_dim * BYTES_PER_ELEMENT[info.dtype]
+    if info.kv_cache_dtype != "auto":
+        head_bytes = info.head_dim + QUANTIZED_SCALE_BYTES
+    return 2 * info.num_layers * info.num_kv_heads * head_bytes * num_tokens
 
 
 class CostCoefficients(NamedTuple):

@@ -378,9 +378,9 @@ class _Load(Protocol):
     def __call__(self, engine: _Engine, /) -> tuple[int, int]: ...
 
 
-def _identity(info: ModelInfo) -> tuple[str, str, int]:
+def _identity(info: ModelInfo) -> tuple[str, str, str, int]:
     """What has to be equal for blocks to match; the keys of the blocks hold the rest."""
-    return info.weights_digest, info.dtype, info.block_size
+    return info.weights_digest, info.dtype, info.kv_cache_dtype, info.block_size
 
 
 def _of(output: RequestOutput, request: GenerateRequest) -> RequestOutput:

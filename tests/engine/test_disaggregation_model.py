@@ -12,9 +12,10 @@ import msgspec
 import pytest
 import torch
 from factories_disaggregation_model import save_tiny_llama
-from factories_engine import make_request
+from factories_engine import make_model_info, make_request
 
-from engine.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, KVCacheDType, KVTransferConfig, ModelConfig, SchedulerConfig
+from engine.cost_model import kv_cache_bytes
 from engine.disaggregated_client import DisaggregatedClient
 from engine.disaggregation.block_memory import TensorBlockMemory
 from engine.kv_cache import KVCache
@@ -139,6 +140,21 @@ def test_blocks_come_out_of_another_cache_bit_by_bit(spec: ModelSpec, dtype: tor
     for from_layer, to_layer in zip(one.layers, other.layers, strict=True):
         assert torch.equal(to_layer[:, [0, 5]], from_layer[:, [4, 1]])
         assert not to_layer[:, [1, 2, 3, 4]].any()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_quantized_blocks_come_with_their_scales(spec: ModelSpec, kv_cache_dtype: KVCacheDType) -> None:
+    one, other = (
+        KVCache(spec, num_blocks=4, block_size=4, dtype=torch.float32, kv_cache_dtype=kv_cache_dtype) for _ in range(2)
+    )
+    for layer in one.layers:
+        layer.view(torch.uint8).random_(0, 255)
+    source, target = TensorBlockMemory(one), TensorBlockMemory(other)
+    target.write_blocks([KVReceive(2, source.read_blocks([1]))])
+    info = make_model_info(num_layers=2, num_kv_heads=2, head_dim=64, kv_cache_dtype=kv_cache_dtype)
+    assert kv_cache_bytes(info, 4) == source.block_bytes
+    for from_layer, to_layer in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(to_layer.view(torch.uint8)[:, 2], from_layer.view(torch.uint8)[:, 1])
 
 
 def test_layout_tells_types_and_shapes_apart(spec: ModelSpec) -> None:
