@@ -3,20 +3,21 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import structlog
-from litestar import Litestar, Response
+from litestar import Litestar
 from litestar.datastructures import State
 
 from app.backends.base import Backend
 from app.config_file import load_settings
 from app.controllers.chat import ChatController
 from app.controllers.compact import CompactController
+from app.controllers.embeddings import EmbeddingsController
 from app.controllers.models import ModelsController
 from app.controllers.receipts import ReceiptsController
+from app.controllers.shapes import CompletionsController, MessagesController, ResponsesController
 from app.controllers.system import SystemController
-from app.errors import answer_of
+from app.error_answers import answer_error
 from app.gateway import Gateway, make_gateway
-from app.http_io import GatewayRequest, add_request_id, gateway_of, request_id_of
+from app.http_io import add_request_id
 from app.settings import Settings
 
 
@@ -40,7 +41,17 @@ def create_app(
             await gateway.close()
 
     return Litestar(
-        route_handlers=[ChatController, CompactController, ModelsController, ReceiptsController, SystemController],
+        route_handlers=[
+            ChatController,
+            CompactController,
+            ModelsController,
+            ReceiptsController,
+            SystemController,
+            MessagesController,
+            ResponsesController,
+            CompletionsController,
+            EmbeddingsController,
+        ],
         exception_handlers={Exception: answer_error},
         before_send=[add_request_id],
         lifespan=[lifespan],
@@ -49,20 +60,4 @@ def create_app(
         openapi_config=None,
         logging_config=None,
         debug=False,
-    )
-
-
-def answer_error(request: GatewayRequest, error: Exception) -> Response[bytes]:
-    """The OpenAI-shaped answer to any error that happened before the answer began."""
-    answer = answer_of(error)
-    log = structlog.get_logger("firsttoken.errors").bind(request_id=request_id_of(request.scope))
-    fields = {"status": answer.status, "code": answer.code, "param": answer.param, "error": type(error).__name__}
-    if answer.status == 500:
-        log.error("request_failed", exc_info=error, **fields)
-    else:
-        log.info("request_refused", **fields)
-    metrics, model = gateway_of(request).metrics, gateway_of(request).served_model.name
-    metrics.request_errors.labels(model, str(answer.status), answer.code or "none").inc()
-    return Response(
-        answer.body(), status_code=answer.status, media_type="application/json", headers=answer.headers or None
     )

@@ -5,14 +5,16 @@ complete   admit -> read -> reduce -> reserve tokens -> generate  -> Generation,
 """
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.admission import AdmissionController, Lease
 from app.auth import Principal
 from app.backends.base import Backend, BackendRequest
 from app.backends.upstream_body import RelayRequest
 from app.choices import choice_outputs
-from app.compaction import Compaction, Compactor
+from app.compaction import Compaction, Compactor, RequestCounter
 from app.completion_request import CompletionRequest, read_completion, read_relayed
 from app.drain import Drain
 from app.errors import InvalidRequestError
@@ -121,6 +123,10 @@ class ChatService:
             lease.settle()
             raise
         return generation
+
+    def count_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Tokens of a prompt as it is. CPU-heavy. Raises ``InvalidRequestError`` for what the template refuses."""
+        return RequestCounter(self._backend.encoder, {}).count_prompt(messages, tools)
 
     async def _read(self, body: bytes) -> CompletionRequest:
         read = read_relayed if isinstance(self._backend, RelayBackend) else read_completion

@@ -12,7 +12,8 @@ from app.errors import ContextLengthError, InvalidRequestError
 from app.input_budget import BudgetLimits, InputBudget
 from app.receipts import encode_receipt
 from app.settings import PolicySettings, Settings
-from reducer.config import ReducerConfig
+from reducer.config import RecogniseConfig, ReducerConfig
+from reducer.embedded_passages import recognise_passages
 from reducer.encoder import Encoder
 from reducer.errors import BudgetExceededError
 from reducer.history import read_conversation
@@ -164,7 +165,7 @@ class Compactor:
         Raises ``ContextLengthError`` where what must not be cut is over a limit.
         """
         started = time.perf_counter()
-        self._refuse_by_size(request.parts, budget)
+        self._refuse_by_size(request.parts, budget, self._reducer_configs[policy].recognise)
         # Where the template is known, what it prints is known as well.
         unsent_tools = () if self._prompt_encoder.counting == "exact" else request.unsent_tools
         counter = RequestCounter(self._prompt_encoder, request.template_kwargs, unsent_tools)
@@ -212,17 +213,17 @@ class Compactor:
             counting=self._prompt_encoder.counting,
         )
 
-    def _refuse_by_size(self, parts: PromptParts, budget: InputBudget) -> None:
+    def _refuse_by_size(self, parts: PromptParts, budget: InputBudget, recognise: RecogniseConfig) -> None:
         """Refuses at once, before any tokenizing, what cannot fit by its bytes alone.
 
-        Templates may strip white space around a message, so only what is inside counts.
+        Templates may strip white space around a message, so only what is inside counts. Passages inside can be cut.
         """
         protected = (parts.messages[index] for index in read_conversation(parts.messages).protected)
         num_bytes = sum(
             len(text.strip().encode("utf-8", "replace")) for message in protected for text in _texts(message)
         )
         num_tokens = num_bytes // self._prompt_encoder.max_token_bytes
-        if num_tokens > budget.hard.max_input_tokens:
+        if num_tokens > budget.hard.max_input_tokens and recognise_passages(parts, recognise) is None:
             raise self._too_long(num_tokens, budget, is_lower_bound=True)
 
     def _too_long(self, num_tokens: int, budget: InputBudget, *, is_lower_bound: bool = False) -> ContextLengthError:

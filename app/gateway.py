@@ -41,6 +41,8 @@ class Gateway:
         self.metrics = GatewayMetrics(self.served_model.name)
         self.encoder_state = "loading" if settings.encoder.enabled else "disabled"
         """``loading``, ``loaded``, ``disabled``, or ``failed: …``."""
+        self.encoder: Encoder | None = None
+        """The embedding model, once it is loaded."""
         self._chat_service: ChatService | None = None
         self._start_lock = asyncio.Lock()
 
@@ -125,7 +127,7 @@ class Gateway:
                 raise
             structlog.get_logger("firsttoken").warning("encoder_missing", reason=str(error))
             return None
-        self.encoder_state = "loaded"
+        self.encoder, self.encoder_state = encoder, "loaded"
         return encoder
 
     async def _load_reranker(self) -> Reranker | None:

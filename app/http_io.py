@@ -53,8 +53,11 @@ def gateway_of(request: GatewayRequest) -> Gateway:
 
 
 async def authenticated(request: GatewayRequest) -> Principal:
-    """The caller. Raises ``AuthenticationError``."""
-    return await gateway_of(request).directory.authenticate(request.headers.get("authorization"))
+    """The caller, by ``Authorization`` or, as Anthropic's clients do, ``x-api-key``. Raises ``AuthenticationError``."""
+    authorization = request.headers.get("authorization")
+    if authorization is None and (key := request.headers.get("x-api-key")) is not None:
+        authorization = f"Bearer {key}"
+    return await gateway_of(request).directory.authenticate(authorization)
 
 
 async def read_arrival(request: GatewayRequest) -> Arrival:

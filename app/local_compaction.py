@@ -4,8 +4,9 @@ import msgspec
 
 from app.answers import compact_answer
 from app.auth import Authenticator
+from app.backends.base import PromptEncoder
 from app.compaction import Compactor
-from app.completion_request import read_completion
+from app.completion_request import read_completion, read_relayed
 from app.errors import ConfigError
 from app.gateway import load_encoder
 from app.receipts import new_receipt_id
@@ -14,17 +15,9 @@ from app.settings import Settings
 
 def compact_here(settings: Settings, api_key: str, body: bytes) -> bytes:
     """The answer of ``POST /v1/compact`` as JSON. Raises what the gateway would answer with."""
-    from app.backends.embedded import ChatEncoder
-    from engine.chat_template import ChatTokenizer
-    from engine.model_store import resolve_model
-    from engine.weights import open_checkpoint
-
     principal = Authenticator(settings).authenticate(f"Bearer {api_key}")
-    request = read_completion(body)
-    path = resolve_model(settings.engine.model.model)
-    window = open_checkpoint(path).spec.max_position
-    if settings.engine.model.max_model_len is not None:
-        window = min(window, settings.engine.model.max_model_len)
+    request = (read_relayed if settings.backend.kind == "openai" else read_completion)(body)
+    prompt_encoder, window = _counter(settings)
     encoder = None
     if settings.encoder.enabled:
         try:
@@ -32,7 +25,7 @@ def compact_here(settings: Settings, api_key: str, body: bytes) -> bytes:
         except ConfigError:
             if settings.encoder.required:
                 raise
-    compactor = Compactor(settings, ChatEncoder(ChatTokenizer.from_path(path)), window, encoder)
+    compactor = Compactor(settings, prompt_encoder, window, encoder)
     policy = compactor.choose_policy(request, principal)
     compaction = compactor.compact(
         request,
@@ -43,3 +36,23 @@ def compact_here(settings: Settings, api_key: str, body: bytes) -> bytes:
         bypass=bool(request.overrides.bypass),
     )
     return msgspec.json.encode(compact_answer(compaction))
+
+
+def _counter(settings: Settings) -> tuple[PromptEncoder, int]:
+    """How the served model counts, and its window."""
+    if settings.backend.kind == "openai":
+        from app.backends.upstream_counting import load_counting_encoder
+
+        if settings.backend.max_model_len is None:
+            raise ConfigError("backend.max_model_len is not set, and only a running gateway asks the replicas for it")
+        return load_counting_encoder(settings.backend), settings.backend.max_model_len
+    from app.backends.embedded import ChatEncoder
+    from engine.chat_template import ChatTokenizer
+    from engine.model_store import resolve_model
+    from engine.weights import open_checkpoint
+
+    path = resolve_model(settings.engine.model.model)
+    window = open_checkpoint(path).spec.max_position
+    if settings.engine.model.max_model_len is not None:
+        window = min(window, settings.engine.model.max_model_len)
+    return ChatEncoder(ChatTokenizer.from_path(path)), window

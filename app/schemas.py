@@ -224,3 +224,10 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     tools: list[ToolDefinition] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``/detokenize``."""
+
+    tokens: list[TokenId]
+    model: str | None = None

@@ -23,6 +23,27 @@ def _check_at_least(name: str, value: float, limit: float) -> None:
         raise ValueError(f"{name} must be at least {limit}, got {value}")
 
 
+class RecogniseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Passages that an application writes into its messages itself."""
+
+    enabled: bool = True
+    """Look for them where a request names no documents; ``False`` leaves messages as they are."""
+    system: bool = False
+    """Look into system messages as well; otherwise these are byte-equal in the prompt."""
+    min_passages: int = 2
+    """Fewer are left as they are."""
+    min_chars: int = 80
+    """Where the median passage is shorter, they are left as they are: they may be choices to answer with."""
+    separators: tuple[str, ...] = ()
+    """Texts that stand between passages, e.g. ``"\\n---\\n"``; what is between two of them is a passage."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("min_passages", self.min_passages, 1)
+        _check_at_least("min_chars", self.min_chars, 1)
+        if any(not separator.strip() for separator in self.separators):
+            raise ValueError("separators must not hold an empty one or white space alone")
+
+
 class CleanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Removal of markup and page furniture; what stays is spans of the received text."""
 
@@ -241,6 +262,7 @@ class ReducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A prompt that fits its budget and is no longer than this passes through: less than it costs is to be gained."""
     deadline_s: float | None = None
     """Time limit of one reduction in seconds, unless the request sets one; then the best partial result is sent."""
+    recognise: RecogniseConfig = RecogniseConfig()
     clean: CleanConfig = CleanConfig()
     dedup: DedupConfig = DedupConfig()
     rank: RankConfig = RankConfig()

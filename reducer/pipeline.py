@@ -6,12 +6,16 @@ The prompt that comes out is counted exactly, as it is rendered.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from reducer.access import filter_readable
 from reducer.budget import free_tokens
 from reducer.config import ReducerConfig
 from reducer.deadline import Deadline, DeadlineEncoder, DeadlineReranker
+from reducer.embedded_passages import recognise_passages, reduce_in_place
 from reducer.encoder import Encoder
 from reducer.errors import BudgetExceededError, InvalidPromptError
 from reducer.fitting import render_messages
@@ -78,6 +82,22 @@ class Reducer:
         ``bypass`` applies the access filter and nothing else. Raises InvalidPromptError for messages or passages that
         cannot be reduced, BudgetExceededError when what must not be cut does not fit.
         """
+        recognised = None if bypass else recognise_passages(parts, self._config.recognise)
+        if recognised is not None:
+            return reduce_in_place(
+                parts,
+                recognised,
+                budget,
+                lambda parts, budget: self._for_messages().reduce(
+                    parts,
+                    budget=budget,
+                    # The caller's own message has no access labels and needs none.
+                    caller=replace(caller, deny_unlabelled=False),
+                    cache_scope=cache_scope,
+                    deadline_s=deadline_s,
+                ),
+                CachedCounter(self._counter),
+            )
         started = time.perf_counter()
         deadline = Deadline(self._config.deadline_s if deadline_s is None else deadline_s, self._clock)
         run = self._read(parts, budget, caller, is_raw=bypass)
@@ -121,6 +141,25 @@ class Reducer:
             if run.is_late
             else report_prefix(run.prepared, self._counter, self._config.template.block_size),
             pass_through="nothing to remove" if is_same else None,
+        )
+
+    def _for_messages(self) -> "Reducer":
+        """The same for passages inside messages: they are cut at sentences only, and stay in their places."""
+        config = msgspec.structs.replace(
+            self._config,
+            clean=msgspec.structs.replace(self._config.clean, enabled=False),
+            dedup=msgspec.structs.replace(self._config.dedup, stitch=False),
+            template=msgspec.structs.replace(self._config.template, document_order="input"),
+        )
+        return Reducer(
+            config,
+            self._counter,
+            self._encoder,
+            reranker=self._reranker,
+            summary_cache=self._summary_cache,
+            summarizer=self._summarizer,
+            order_memory=self._order_memory,
+            clock=self._clock,
         )
 
     def _read(self, received: PromptParts, budget: Budget, caller: Caller, *, is_raw: bool) -> Run:

@@ -8,6 +8,17 @@ PassageAction = Literal["kept", "trimmed", "merged", "dropped"]
 TurnAction = Literal["kept", "summarised", "recalled", "dropped"]
 
 
+class PassageOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where in the messages a recognised passage stood; its decision's spans count from ``start``."""
+
+    message: int
+    """Index of the message as received."""
+    part: int | None = None
+    """Index of its content part; ``None`` where the content is text."""
+    start: int
+    end: int
+
+
 class PassageDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to one passage the caller may read."""
 
@@ -26,6 +37,8 @@ class PassageDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The passage that stands for this one."""
     sources: list[str] = []
     """Ids of all passages this one stands for, its own first."""
+    origin: PassageOrigin | msgspec.UnsetType = msgspec.UNSET
+    """Of a passage that was recognised inside a message."""
 
 
 class TurnDecision(msgspec.Struct, frozen=True, kw_only=True):

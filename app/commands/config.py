@@ -19,7 +19,11 @@ def check(file: Path | None) -> None:
     settings, source = load_settings(file)
     click.echo(f"{source}: ok")
     click.echo(f"  address   {settings.server.host}:{settings.server.port}")
-    click.echo(f"  model     {settings.engine.model.model} as {settings.server.served_model_name!r}")
+    backend = settings.backend
+    model = backend.model if backend.kind == "openai" else settings.engine.model.model
+    click.echo(f"  model     {model} as {settings.server.served_model_name!r}")
+    if backend.kind == "openai":
+        click.echo(f"  replicas  {', '.join(replica.url for replica in backend.replicas)}")
     click.echo(f"  encoder   {settings.encoder.model if settings.encoder.enabled else 'off'}")
     click.echo(f"  policies  {', '.join(settings.policy_names)}")
     click.echo(f"  tenants   {', '.join(sorted(settings.tenants)) or 'none: every request will be refused'}")

@@ -1,4 +1,4 @@
-"""``GET /v1/models`` and ``POST /tokenize``: what is served, and how it counts."""
+"""``GET /v1/models``, ``POST /tokenize`` and ``/detokenize``: what is served, and how it counts."""
 
 import msgspec
 from litestar import Controller, Response, get, post
@@ -9,7 +9,7 @@ from app.completion_request import convert_body, decode_object
 from app.errors import InvalidRequestError
 from app.gateway import Gateway
 from app.http_io import GatewayRequest, authenticated, gateway_of, json_response, read_arrival
-from app.schemas import TokenizeBody
+from app.schemas import DetokenizeBody, TokenizeBody
 from app.served_model import ModelCard
 
 
@@ -26,6 +26,12 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
+
+
+class DetokenizedText(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /detokenize``."""
+
+    prompt: str
 
 
 class ModelsController(Controller):
@@ -54,6 +60,27 @@ class ModelsController(Controller):
             arrival = await read_arrival(request)
             run = gateway.workers.run_large if len(arrival.body) > LARGE_BODY_BYTES else gateway.workers.run
             return json_response(await run(_tokenize, gateway, arrival.body))
+
+    @post(["/detokenize", "/v1/detokenize"], status_code=200)
+    async def detokenize(self, request: GatewayRequest) -> Response[bytes]:
+        """The text of token ids."""
+        gateway = gateway_of(request)
+        with gateway.drain.interruptible():
+            arrival = await read_arrival(request)
+            run = gateway.workers.run_large if len(arrival.body) > LARGE_BODY_BYTES else gateway.workers.run
+            return json_response(await run(_detokenize, gateway, arrival.body))
+
+
+def _detokenize(gateway: Gateway, body: bytes) -> DetokenizedText:
+    checked = convert_body(decode_object(body), DetokenizeBody)
+    if checked.model is not None:
+        gateway.served_model.check(checked.model)
+    try:
+        return DetokenizedText(prompt=gateway.backend.encoder.decode(checked.tokens))
+    except (ValueError, KeyError, IndexError, OverflowError):
+        raise InvalidRequestError(
+            "Invalid 'tokens': an id is outside the vocabulary.", param="tokens", code="invalid_value"
+        ) from None
 
 
 def _tokenize(gateway: Gateway, body: bytes) -> Tokens:
