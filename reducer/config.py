@@ -241,8 +241,8 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_cache_bytes: int = 64 * 1024 * 1024
     """Memory for cached vectors, keyed by content; the least recently used go first. 0 switches the cache off."""
-    max_batch_tokens: int = 4096
-    """Padded tokens of one forward pass."""
+    max_batch_tokens: int = 1024
+    """Padded tokens of one forward pass; larger batches pad more."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto`` takes bfloat16 where the processor computes it natively."""
     num_threads: int | None = None

@@ -36,6 +36,7 @@ _QUALIFIER = re.compile(r"\s*[(（][^()（）]*[)）]\s*$")
 _LEADING_NAME = re.compile(
     r"[^\W\d_a-z][\w'’.-]*(?:\s+(?:(?:of|the|de|del|and|&|von|van|der|du)\s+)?[^\W_a-z][\w'’.-]*)*"
 )
+_SPEAKER = re.compile(r"[\w .'’-]{1,40}[:：][^\S\n]*\S")
 _DENSE = re.compile(r"[\u0e00-\u0e7f\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]")
 
 
@@ -126,7 +127,9 @@ def subject(title: str | None, text: str) -> str:
     else:
         head = text.lstrip()[: MAX_NAME_CHARS * 2]
         first_line, line_break, _ = head.partition("\n")
-        if line_break and len(first_line) <= MAX_NAME_CHARS:
+        if _SPEAKER.match(head):
+            name = ""  # who speaks is not what it is about
+        elif line_break and len(first_line) <= MAX_NAME_CHARS:
             name = first_line.strip(" #*-=:|\t\r")
         else:
             match = _LEADING_NAME.match(head)

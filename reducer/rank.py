@@ -17,13 +17,15 @@ from reducer.encoder import Encoder, FloatArray
 from reducer.lexical import bm25_scores, guess_language, words
 from reducer.links import link_gains, named_in, read_names
 from reducer.reranker import Reranker
-from reducer.sentences import split_windows
+from reducer.sentences import is_code, split_windows
 from reducer.stage import Candidate, StageOutcome
 
 SHORT_QUESTION_WORDS = 6
 """A question with fewer index words than this leans on the turn before it."""
 FOREIGN_SHARE = 0.5
 """What is left of the encoder's weight for a question in a language it was not trained for."""
+CODE_SHARE = 0.5
+"""What is left of the weight of words where most passages are code."""
 NO_SIMILARITY = 0.25
 """Share of the best similarity that says nothing."""
 
@@ -70,7 +72,8 @@ def rank(
                 # Any failure of the model must cost only the model's share of the ranking.
                 degraded = f"encoder failed ({type(error).__name__}): ranked by BM25"
     retriever = _retriever_scores(candidates)
-    scores = fuse(lexical, semantic, retriever, weigh(query, config))
+    num_code = sum(is_code(candidate.passage.text) for candidate in candidates)
+    scores = fuse(lexical, semantic, retriever, weigh(query, config, is_code=2 * num_code > len(candidates)))
     if reranker is not None and config.reranker_weight > 0:
         try:
             scores = _reread(scores, windows, lexical_windows, query, config, reranker)
@@ -91,9 +94,16 @@ def knows_language(query: Query, config: RankConfig) -> bool:
     return language is None or not config.encoder_languages or language in config.encoder_languages
 
 
-def weigh(query: Query, config: RankConfig) -> RankConfig:
-    """The weights for this question: an encoder that does not know its language counts half."""
+def weigh(query: Query, config: RankConfig, *, is_code: bool = False) -> RankConfig:
+    """The weights for this question: an encoder that does not know its language counts half, and so do words in code.
+
+    Identifiers are written as nobody asks for them; an exact one is still found by BM25 alone.
+    """
     if knows_language(query, config):
+        if is_code:
+            half = config.lexical_weight * CODE_SHARE
+            semantic = config.semantic_weight + config.lexical_weight - half
+            return msgspec.structs.replace(config, lexical_weight=half, semantic_weight=semantic)
         return config
     half = config.semantic_weight * FOREIGN_SHARE
     lexical_weight = config.lexical_weight + config.semantic_weight - half

@@ -98,10 +98,10 @@ def shortlist(
 def budget_freedom(candidates: Sequence[Candidate], allowance: int) -> float:
     """How much the noise limits count: 1 when all passages fit, less the more the budget cuts by itself.
 
-    A tight budget is there to be spent: with half of the passages fitting, a quarter of the threshold is left.
+    A tight budget is there to be spent: with half of the passages fitting, a sixteenth of the threshold is left.
     """
     total = sum(cost(candidate) for candidate in candidates)
-    return min(1.0, max(allowance, 0) / total) ** 2 if total > 0 else 1.0
+    return min(1.0, max(allowance, 0) / total) ** 4 if total > 0 else 1.0
 
 
 def by_gain_per_token(ranked: Sequence[Candidate]) -> list[Candidate]:

@@ -202,7 +202,7 @@ BAD_REQUESTS: dict[str, tuple[bytes | dict[str, Any], int]] = {
         400,
     ),
     "unknown model": ({"model": "gpt-9", "messages": CAPITAL}, 404),
-    "n": ({"model": MODEL, "messages": CAPITAL, "n": 2}, 400),
+    "too many choices": ({"model": MODEL, "messages": CAPITAL, "n": 17}, 400),
     "no tokens": ({"model": MODEL, "messages": CAPITAL, "max_tokens": 0}, 400),
     "too hot": ({"model": MODEL, "messages": CAPITAL, "temperature": 3}, 400),
     "image": (

@@ -100,3 +100,11 @@ def test_one_source_of_everything_links_nothing() -> None:
 def test_subject_named_in_the_question() -> None:
     passages = candidates((JAWS, SPIELBERG))
     np.testing.assert_array_equal(named_in("Who directed JAWS?", read_names(passages)), [1, 0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Professor D: Mm - hmm .\nPhD A: Um, the net.", "Anna: I think so.", "经理：我同意。\n员工：好的。"],
+)
+def test_who_speaks_is_no_subject(text: str) -> None:
+    assert subject(None, text) == ""

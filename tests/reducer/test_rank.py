@@ -9,7 +9,7 @@ from factories_reducer import BrokenEncoder, HashEncoder, make_passages
 from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
 from reducer.prompt import Passage
-from reducer.rank import Query, rank
+from reducer.rank import Query, rank, weigh
 from reducer.stage import Candidate
 
 
@@ -98,3 +98,12 @@ def test_only_the_lexically_best_of_very_many_are_embedded() -> None:
     assert ranked[0].passage.id == "d41"
     assert len(ranked) == 41
     assert encoder.num_texts == 5 + 1  # and the question
+
+
+def test_words_count_half_among_code() -> None:
+    plain, code = (
+        weigh(Query("how to sort a list"), RankConfig()),
+        weigh(Query("how to sort a list"), RankConfig(), is_code=True),
+    )
+    assert code.lexical_weight == plain.lexical_weight / 2
+    assert code.lexical_weight + code.semantic_weight == pytest.approx(plain.lexical_weight + plain.semantic_weight)

@@ -76,7 +76,7 @@ def test_noise_is_judged_again_without_the_noise() -> None:
 def test_tight_budget_decides_instead_of_the_threshold() -> None:
     assert kept(choose(CURVE, 4 + 23 * 4, relative_threshold=1.0)) == ["a", "b", "c", "d"]
     assert budget_freedom(CURVE, 0) == 0
-    assert budget_freedom(CURVE, 23 * 4) == 0.25
+    assert budget_freedom(CURVE, 23 * 4) == 0.0625
     assert budget_freedom(CURVE, 23 * 8) == budget_freedom(CURVE, 10_000) == 1
 
 
