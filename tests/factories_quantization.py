@@ -12,9 +12,15 @@ from safetensors.torch import save_file
 from engine.chat_template import ChatTokenizer
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.quantization_gate import GateFigure, GateKey, GateRecord
+from eval.benches.bench_quantization import QuantizationOptions, RealText, measure_quantization
+from eval.datasets import Dataset
+from eval.quantization import QuantizationReport
+from eval.samples import Case, Chunk
 
 HIDDEN, FFN, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 64, 2, 4, 2, 8
 WINDOW = 512
+_SUBJECTS = ("tides", "sourdough", "lighthouses", "bees", "glaciers", "railways", "violins")
+_VERBS = ("love", "fear", "teach", "forget", "repair")
 
 
 def save_tiny_llama(folder: Path, *, seed: int = 7, key_outlier: float = 0.0, weight_outlier: float = 0.0) -> Path:
@@ -110,3 +116,28 @@ def make_gate_record(key: GateKey, *, passes: bool, max_length: int = 2048) -> G
             GateFigure(name="perplexity increase", value=perplexity, limit=0.03, bound="at most"),
         ],
     )
+
+
+TEXT = " ".join(
+    f"Chapter {number} deals with {subject}, and lists {number * 7 % 23} rules for those who {verb} it."
+    for number in range(1, 60)
+    for subject, verb in [(_SUBJECTS[number % 7], _VERBS[number % 5])]
+)
+"""Prose of some thousand tokens."""
+
+
+def measure_tiny(model: Path, *, num_cases: int = 0, **options: Any) -> tuple[QuantizationReport, GateRecord]:
+    """One small run of the gate on a model of ``save_tiny_llama``."""
+    settings: dict[str, Any] = {"max_length": 200, "num_texts": 4, "needles_per_cell": 1, "depths": (0.2, 0.8)}
+    cases = [
+        Case(
+            id=f"case-{place}",
+            question="Which chapter?",
+            answers=[str(place)],
+            chunks=[Chunk(id="a", text=f"Chapter {place}.", gold=True), Chunk(id="b", text="Nothing. " * 300)],
+        )
+        for place in range(num_cases)
+    ]
+    dataset = Dataset("cases.jsonl", "0" * 64, cases, num_cases) if cases else None
+    chosen = QuantizationOptions(model=str(model), dtype="fp32", **(settings | options))
+    return measure_quantization(chosen, RealText("chapters", TEXT), dataset)

@@ -3,6 +3,8 @@
 The numbers are those of the list of reported cases. What concerns the gateway of them is tested with the gateway.
 """
 
+from pathlib import Path
+
 import pytest
 from factories_disaggregation import (
     Line,
@@ -28,10 +30,12 @@ from factories_engine import (
     run_step,
     run_to_end,
 )
+from factories_quantization import make_config, measure_tiny, save_tiny_llama
 
 from engine.block_hash import extend_hashed_blocks
-from engine.errors import PromptTooLongError
+from engine.errors import ModelError, PromptTooLongError
 from engine.llm_engine import LLMEngine
+from engine.quantization_gate import write_gate_record
 from engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -253,3 +257,26 @@ def test_102_a_client_that_leaves_between_prefill_and_decode_leaves_no_blocks_be
         producer.abort("p")
         producer.checked_step()
         assert producer.num_free_blocks == producer.info.num_blocks
+
+
+@pytest.mark.parametrize(("key_outlier", "passes"), [(0.0, True), (300.0, False)])
+def test_106_a_quantized_kv_cache_is_served_to_the_model_that_keeps_its_answers_and_refused_to_the_other(
+    key_outlier: float, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTTOKEN_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_llama(tmp_path / "tiny", key_outlier=key_outlier)
+    config = make_config(model, kv_cache_dtype="int8")
+    with pytest.raises(ModelError, match="has not been measured"):
+        LLMEngine.from_config(config)
+    report, record = measure_tiny(model, kv_cache_dtype="int8")
+    write_gate_record(record)
+    assert report.passed == passes
+    # both models compute the same as long as nothing is rounded: what all keys share, softmax does not see
+    assert report.buckets[0].perplexity_reference == pytest.approx(1.43e8, rel=0.05)
+    if passes:
+        assert LLMEngine.from_config(config).info.quantization_gate == "passed"
+        return
+    with pytest.raises(ModelError, match=r"(?s)has failed its regression gate.*FAILED KL divergence"):
+        LLMEngine.from_config(config)
+    forced = make_config(model, kv_cache_dtype="int8", force=True)
+    assert LLMEngine.from_config(forced).info.quantization_gate == "forced_failed"
