@@ -182,5 +182,5 @@ def make_gateway(settings: Settings, backend: Backend | None = None) -> Gateway:
     if backend is None:
         from app.backends.embedded import EmbeddedBackend
 
-        backend = EmbeddedBackend(settings.engine, workers)
+        backend = EmbeddedBackend(settings.engine, workers, settings.disaggregation)
     return Gateway(settings, workers, backend)

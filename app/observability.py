@@ -10,7 +10,7 @@ from app.compaction import Compaction
 from app.generation import Generation
 from app.receipts import saved_tokens
 from engine.lengths import length_bucket
-from engine.outputs import EngineStats
+from engine.outputs import EngineStats, KVTransferStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series per counter that nobody graphs
 
@@ -55,6 +55,36 @@ class EngineCollector(Collector):
         for reason, count in sorted(stats.num_refused.items()):
             refused.add_metric([self._model_name, reason], count)
         yield refused
+        by_source = CounterMetricFamily(
+            "firsttoken_prompt_tokens_by_source",
+            "Prompt tokens by where they came from",
+            labels=["model_name", "source"],
+        )
+        num_computed = stats.prompt_tokens - stats.cached_prompt_tokens - stats.transferred_prompt_tokens
+        for source, count in (
+            ("local_compute", num_computed),
+            ("local_cache_hit", stats.cached_prompt_tokens),
+            ("external_kv_transfer", stats.transferred_prompt_tokens),
+        ):
+            by_source.add_metric([self._model_name, source], count)
+        yield by_source
+        if stats.kv_transfer is not None:
+            yield from self._transfers(stats.kv_transfer)
+
+    def _transfers(self, stats: KVTransferStats) -> Iterator[Metric]:
+        ended = CounterMetricFamily(
+            "firsttoken_kv_transfers", "Transfers of KV blocks by how they ended", labels=["model_name", "outcome"]
+        )
+        outcomes = {"completed": stats.num_completed, "cancelled": stats.num_cancelled, **stats.num_failed}
+        for outcome, count in sorted(outcomes.items()):
+            ended.add_metric([self._model_name, outcome], count)
+        yield ended
+        yield self._counter("kv_transfer_bytes", "KV blocks received and found correct", stats.num_bytes)
+        yield self._counter(
+            "kv_transfer_recomputed_tokens",
+            "Tokens computed because their KV blocks did not come",
+            stats.recomputed_tokens,
+        )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"firsttoken_{name}", text, labels=["model_name"])

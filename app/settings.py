@@ -223,12 +223,38 @@ class LoggingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     format: Literal["json", "console"] = "json"
 
 
+class DisaggregationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prefill and decode in engine processes of their own; ``firsttoken plan`` says whether that pays.
+
+    Each takes the settings of ``engine``: its threads and its share of the free memory as well.
+    """
+
+    num_prefill_engines: int = 0
+    """Engines that compute prompts; 0 of both is one engine for everything."""
+    num_decode_engines: int = 0
+    """Engines that fetch the KV blocks of prompts and compute outputs."""
+
+    def __post_init__(self) -> None:
+        counts = (self.num_prefill_engines, self.num_decode_engines)
+        if min(counts) < 0 or (max(counts) > 0 and min(counts) == 0):
+            raise ValueError(
+                "num_prefill_engines and num_decode_engines must both be 0 or both be at least 1, "
+                f"got {counts[0]} and {counts[1]}"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """There are engines of both roles."""
+        return self.num_prefill_engines > 0
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the gateway is started with."""
 
     server: ServerSettings = ServerSettings()
     backend: BackendSettings = BackendSettings()
     engine: EngineConfig = EngineConfig()
+    disaggregation: DisaggregationSettings = DisaggregationSettings()
     encoder: EncoderSettings = EncoderSettings()
     reranker: RerankerSettings = RerankerSettings()
     reducer: ReducerConfig = ReducerConfig()

@@ -28,7 +28,15 @@ import msgspec
 from engine.chat_template import ChatTokenizer
 from engine.config import EngineConfig, TransferFailurePolicy
 from engine.errors import EngineDeadError, EngineError
-from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput, RequestTimings
+from engine.outputs import (
+    EngineStats,
+    GenerateRequest,
+    KVTransferStats,
+    LatencyHistogram,
+    ModelInfo,
+    RequestOutput,
+    RequestTimings,
+)
 from engine.process import DEFAULT_ENGINE, EngineClient, RestartPolicy
 from engine.sampling_params import SamplingParams
 
@@ -196,8 +204,8 @@ class DisaggregatedClient:
 
     @property
     def stats(self) -> EngineStats:
-        """All engines as one. Each prompt counts once, its cached tokens are those that nobody had to compute; the
-        speed and the times by length are those of the prefill engines, the transfers those of the decode engines."""
+        """All engines as one. Each prompt counts once, its cached tokens are those that nobody had to compute, and none
+        came from outside; the speed and the times by length are those of the first prefill engine."""
         every = [engine.client.stats for engine in self._engines]
         decode = [engine.client.stats for engine in self._decode]
         prefill = self._prefill[0].client.stats
@@ -220,8 +228,7 @@ class DisaggregatedClient:
             num_retried_steps=sum(stats.num_retried_steps for stats in every),
             cost_coefficients=prefill.cost_coefficients,
             by_length=prefill.by_length,
-            transferred_prompt_tokens=sum(stats.transferred_prompt_tokens for stats in decode),
-            kv_transfer=decode[0].kv_transfer,
+            kv_transfer=_sum_transfers([engine.client.stats.kv_transfer for engine in self._prefill], decode),
         )
 
     @property
@@ -381,6 +388,40 @@ class _Load(Protocol):
 def _identity(info: ModelInfo) -> tuple[str, str, str, int]:
     """What has to be equal for blocks to match; the keys of the blocks hold the rest."""
     return info.weights_digest, info.dtype, info.kv_cache_dtype, info.block_size
+
+
+def _sum_transfers(producers: Sequence[KVTransferStats | None], decode: Sequence[EngineStats]) -> KVTransferStats:
+    """Offers and leases of the prefill engines, transfers and their bytes of the decode engines."""
+    offers = [stats for stats in producers if stats is not None]
+    fetches = [stats.kv_transfer for stats in decode if stats.kv_transfer is not None]
+    failed: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
+    for stats in fetches:
+        failed.update(stats.num_failed)
+    for stats in offers:
+        ended.update(stats.num_leases_ended)
+    waits = [stats.wait for stats in fetches if stats.wait is not None]
+    wait = None
+    if waits:
+        counts = tuple(sum(bins) for bins in zip(*(one.counts for one in waits), strict=True))
+        wait = LatencyHistogram(upper_ms=waits[0].upper_ms, counts=counts, sum_ms=sum(one.sum_ms for one in waits))
+    return KVTransferStats(
+        num_started=sum(stats.num_started for stats in fetches),
+        num_completed=sum(stats.num_completed for stats in fetches),
+        num_failed=dict(failed),
+        num_cancelled=sum(stats.num_cancelled for stats in fetches),
+        num_under_way=sum(stats.num_under_way for stats in fetches),
+        num_skipped=sum(stats.num_skipped for stats in fetches),
+        num_bytes=sum(stats.num_bytes for stats in fetches),
+        transferred_tokens=sum(stats.transferred_tokens for stats in fetches),
+        recomputed_tokens=sum(stats.recomputed_tokens for stats in fetches),
+        wait=wait,
+        num_offers=sum(stats.num_offers for stats in offers),
+        num_offers_refused=sum(stats.num_offers_refused for stats in offers),
+        num_leases=sum(stats.num_leases for stats in offers),
+        num_leased_blocks=sum(stats.num_leased_blocks for stats in offers),
+        num_leases_ended=dict(ended),
+    )
 
 
 def _of(output: RequestOutput, request: GenerateRequest) -> RequestOutput:

@@ -29,6 +29,7 @@ from engine.llm_engine import LLMEngine
 from engine.outputs import EngineStats, GenerateRequest, KVOffer, KVTransferStats, ModelInfo, RequestOutput
 from engine.sampling_params import SamplingParams
 
+LineMode = Literal["pass", "drop", "hold", "corrupt", "truncate"]
 BLOCK_SIZE = 4
 PROMPT = [(7 * i) % 251 for i in range(42)]
 """Ten full blocks and two tokens."""
@@ -222,7 +223,7 @@ class Line:
     """Passes messages between one decode engine and one prefill engine, or loses, holds, or changes the answers."""
 
     def __init__(self, target: str) -> None:
-        self.mode: Literal["pass", "drop", "hold", "corrupt", "truncate"] = "pass"
+        self.mode: LineMode = "pass"
         self.num_answers = 0
         self._injected: list[list[bytes]] = []
         self._target = target

@@ -5,10 +5,14 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from app.backends.base import BackendRequest, PromptEncoder
+from app.settings import DisaggregationSettings
 from app.workers import WorkerPool
 from engine.chat_template import ChatTokenizer
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVRole
+from engine.disaggregated_client import DisaggregatedClient
 from engine.errors import AdmissionError, EngineDeadError, PromptTooLongError
 from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
 from engine.process import EngineClient
@@ -53,20 +57,35 @@ class ChatEncoder:
 
 
 class EmbeddedBackend:
-    """Owns the engine process from ``start`` to ``close``."""
+    """Owns the engine process, or those of prefill and decode, from ``start`` to ``close``."""
 
-    def __init__(self, config: EngineConfig, workers: WorkerPool) -> None:
+    def __init__(
+        self, config: EngineConfig, workers: WorkerPool, disaggregation: DisaggregationSettings | None = None
+    ) -> None:
         self._config = config
         self._workers = workers
-        self._client: EngineClient | None = None
+        self._disaggregation = disaggregation or DisaggregationSettings()
+        self._client: EngineClient | DisaggregatedClient | None = None
         self._encoder: ChatEncoder | None = None
 
     async def start(self) -> None:
-        """Starts the engine process and waits until it serves. Raises ``ModelError`` where it cannot."""
+        """Starts the engine and waits until it serves. Raises ``ModelError`` where it cannot."""
         assert self._client is None, "the backend starts once"
-        client = await EngineClient.start(self._config)
+        client = await self._start_client()
         self._client = client
         self._encoder = ChatEncoder(client.chat)
+
+    async def _start_client(self) -> EngineClient | DisaggregatedClient:
+        if not self._disaggregation.is_on:
+            return await EngineClient.start(self._config)
+        return await DisaggregatedClient.start(
+            [self._with_role("prefill")] * self._disaggregation.num_prefill_engines,
+            [self._with_role("decode")] * self._disaggregation.num_decode_engines,
+        )
+
+    def _with_role(self, role: KVRole) -> EngineConfig:
+        kv_transfer = msgspec.structs.replace(self._config.kv_transfer, role=role)
+        return msgspec.structs.replace(self._config, kv_transfer=kv_transfer)
 
     async def close(self) -> None:
         """Ends the engine process."""
@@ -119,9 +138,11 @@ class EmbeddedBackend:
             async for output in outputs:
                 if output.is_expired:
                     raise AdmissionError(output.error or "the deadline passed", reason="deadline", retry_after_s=1.0)
+                if output.transfer_failure is not None:
+                    raise EngineDeadError(output.error or output.transfer_failure, retry_after_s=1.0)
                 yield output
 
-    def _running(self) -> EngineClient:
+    def _running(self) -> EngineClient | DisaggregatedClient:
         if self._client is None:
             raise EngineDeadError("it has not been started")
         return self._client

@@ -10,9 +10,12 @@ import pytest
 import structlog
 from factories_app import EchoBackend, bearer, make_app, make_body, make_documents, make_key, make_settings
 from litestar.testing import AsyncTestClient
+from prometheus_client import CollectorRegistry, generate_latest
 
 from app.logs import configure_logging
+from app.observability import EngineCollector
 from app.settings import LoggingSettings, Settings, TenantSettings
+from engine.outputs import EngineStats, KVTransferStats
 
 URL = "/v1/chat/completions"
 
@@ -105,3 +108,30 @@ async def test_an_unexpected_error_is_logged_with_its_trace_and_told_without_it(
     [line] = [msgspec.json.decode(line) for line in log.getvalue().splitlines() if "request_failed" in line]
     assert "ZeroDivisionError" in line["exception"]
     assert line["request_id"] == response.headers["x-request-id"]
+
+
+def test_transfers_of_kv_blocks_are_counted_by_outcome_and_prompt_tokens_by_source() -> None:
+    stats = EngineStats(
+        num_running=0,
+        num_waiting=0,
+        kv_cache_usage=0.0,
+        prompt_tokens=100,
+        cached_prompt_tokens=30,
+        generation_tokens=0,
+        num_preemptions=0,
+        num_steps=0,
+        transferred_prompt_tokens=50,
+        kv_transfer=KVTransferStats(num_completed=4, num_failed={"timeout": 2}, num_bytes=800, recomputed_tokens=16),
+    )
+    registry = CollectorRegistry()
+    registry.register(EngineCollector("default", lambda: stats, lambda: True))
+    metrics = series(generate_latest(registry).decode())
+    by_source = {
+        source: metrics[f'firsttoken_prompt_tokens_by_source_total{{model_name="default",source="{source}"}}']
+        for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+    }
+    assert by_source == {"local_compute": 20, "local_cache_hit": 30, "external_kv_transfer": 50}
+    assert metrics['firsttoken_kv_transfers_total{model_name="default",outcome="completed"}'] == 4
+    assert metrics['firsttoken_kv_transfers_total{model_name="default",outcome="timeout"}'] == 2
+    assert metrics['firsttoken_kv_transfer_bytes_total{model_name="default"}'] == 800
+    assert metrics['firsttoken_kv_transfer_recomputed_tokens_total{model_name="default"}'] == 16

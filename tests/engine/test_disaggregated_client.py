@@ -100,6 +100,22 @@ async def test_cached_tokens_are_those_that_nobody_computed_and_never_doubled() 
         stats = one.client.stats
         assert (stats.prompt_tokens, stats.cached_prompt_tokens) == (2 * len(PROMPT), NUM_TRANSFERRED)
         assert stats.generation_tokens == 2 * NUM_OUTPUT
+        assert stats.transferred_prompt_tokens == 0
+
+
+async def test_transfers_of_all_engines_are_told_as_one() -> None:
+    async with cluster(num_prefill=2, num_decode=2) as one:
+        requests = [make_request([i, *PROMPT], request_id=f"r{i}") for i in range(4)]
+        await asyncio.gather(*(collect(one.client, request) for request in requests))
+        await one.expect_nothing_held()
+        transfers = one.client.stats.kv_transfer
+        assert transfers is not None
+        assert (transfers.num_started, transfers.num_completed, transfers.num_offers) == (4, 4, 4)
+        assert transfers.num_leases_ended == {"fetched": 4}
+        assert transfers.transferred_tokens == 4 * NUM_TRANSFERRED
+        assert transfers.num_bytes == 4 * NUM_TRANSFERRED * 8
+        assert transfers.wait is not None
+        assert sum(transfers.wait.counts) == 4
 
 
 async def test_times_of_both_engines_are_in_the_parts() -> None:

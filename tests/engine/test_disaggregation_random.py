@@ -8,6 +8,7 @@ import pytest
 from factories_disaggregation import (
     BLOCK_SIZE,
     Line,
+    LineMode,
     TransferEngine,
     at,
     engines,
@@ -21,6 +22,7 @@ from engine.outputs import GenerateRequest, RequestOutput
 
 NUM_OPERATIONS = 120
 POOL = 40
+MODES: tuple[LineMode, ...] = ("pass", "pass", "pass", "pass", "pass", "drop", "hold", "corrupt", "truncate")
 
 
 class Life:
@@ -109,7 +111,7 @@ class Life:
                     self.outputs[request_id].append(output)
 
     def disturb(self) -> None:
-        self.line.mode = self.rng.choice(["pass"] * 5 + ["drop", "hold", "corrupt", "truncate"])
+        self.line.mode = self.rng.choice(MODES)
 
     def wait(self) -> None:
         seconds = self.rng.choice([0.05] * 6 + [0.5, 2.5])
