@@ -7,7 +7,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,15 @@ class Encoder(Protocol):
 
     def encode(self, texts: Sequence[str]) -> FloatArray:
         """Embed texts: float32 of shape ``(len(texts), dim)``, each row of length 1."""
+        ...
+
+
+@runtime_checkable
+class ScopedEncoder(Protocol):
+    """An encoder whose cache can be kept apart: who shares no scope cannot tell by the time what another one sent."""
+
+    def for_scope(self, scope: str) -> Encoder:
+        """The same model with cached vectors of this scope only."""
         ...
 
 
@@ -76,7 +85,16 @@ class SentenceTransformerEncoder:
 
     def encode(self, texts: Sequence[str]) -> FloatArray:
         """Embed texts: float32 of shape ``(len(texts), dim)``, each row of length 1."""
-        keys = [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in texts]
+        return self.encode_in(texts, "")
+
+    def for_scope(self, scope: str) -> Encoder:
+        """The same model with cached vectors of this scope only."""
+        return _Scoped(self, scope)
+
+    def encode_in(self, texts: Sequence[str], scope: str) -> FloatArray:
+        """``encode`` with cached vectors of one scope."""
+        salt = hashlib.blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        keys = [_content_key(text, salt) for text in texts]
         vectors: dict[bytes, FloatArray] = {}
         missing: dict[bytes, str] = {}
         for key, text in zip(keys, texts, strict=True):
@@ -140,6 +158,22 @@ class SentenceTransformerEncoder:
                 batches.append([])
             batches[-1].append(index)
         return batches
+
+
+class _Scoped:
+    """An encoder as one scope sees it."""
+
+    def __init__(self, encoder: SentenceTransformerEncoder, scope: str) -> None:
+        self._encoder = encoder
+        self._scope = scope
+
+    def encode(self, texts: Sequence[str]) -> FloatArray:
+        """Embed texts: float32 of shape ``(len(texts), dim)``, each row of length 1."""
+        return self._encoder.encode_in(texts, self._scope)
+
+
+def _content_key(text: str, salt: bytes) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=salt).digest()
 
 
 def _native_dtype() -> Any:

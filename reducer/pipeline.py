@@ -16,7 +16,7 @@ from reducer.budget import free_tokens
 from reducer.config import ReducerConfig
 from reducer.deadline import Deadline, DeadlineEncoder, DeadlineReranker
 from reducer.embedded_passages import recognise_passages, reduce_in_place
-from reducer.encoder import Encoder
+from reducer.encoder import Encoder, ScopedEncoder
 from reducer.errors import BudgetExceededError, InvalidPromptError
 from reducer.fitting import render_messages
 from reducer.history import HistoryOutcome, count_turns, make_query, read_conversation
@@ -24,7 +24,7 @@ from reducer.ordering import OrderMemory, passage_key
 from reducer.prefix import Prepared, prepare, report_prefix
 from reducer.prompt import Budget, Caller, Passage, PromptParts
 from reducer.receipt import decide_documents, keep_turns
-from reducer.reranker import Reranker
+from reducer.reranker import Reranker, ScopedReranker
 from reducer.result import BudgetReport, PrefixReport, ReductionResult, StageReport
 from reducer.run import Run, document_tokens_of, keep_whole, make_candidate
 from reducer.stage import Selected
@@ -75,8 +75,9 @@ class Reducer:
     ) -> ReductionResult:
         """Reduce one prompt to at most ``budget.max_input_tokens`` tokens.
 
-        ``cache_scope`` names who may share cached summaries: tenant, access version and served model; the caller's
-        groups are added. An empty one shares and keeps nothing. The order of documents is remembered under it too.
+        ``cache_scope`` names who may share what is cached, summaries, vectors and scores: tenant, access version and
+        served model; for summaries the caller's groups are added. Under an empty one nothing but vectors is kept. The
+        order of documents is remembered under it too.
         ``deadline_s`` limits the time, in seconds, instead of the configured limit: when it passes, what is left to do
         is done by the cheapest method, and the result says so; the budget holds in any case.
         ``bypass`` applies the access filter and nothing else. Raises InvalidPromptError for messages or passages that
@@ -106,7 +107,11 @@ class Reducer:
             run.order_memory = self._order_memory
             run.order_scope = "\x1f".join((cache_scope, *sorted(caller.groups)))
         run.summarizer = self._summarizer
-        run.reranker = self._reranker
+        encoder, reranker = self._encoder, self._reranker
+        if cache_scope.strip():
+            encoder = encoder.for_scope(cache_scope) if isinstance(encoder, ScopedEncoder) else encoder
+            reranker = reranker.for_scope(cache_scope) if isinstance(reranker, ScopedReranker) else reranker
+        run.reranker = reranker
         if run.reranker is not None and deadline.limit_s is not None:
             run.reranker = DeadlineReranker(run.reranker, deadline)
         if self._summary_cache is not None and cache_scope.strip():
@@ -119,7 +124,6 @@ class Reducer:
             block_size = self._config.template.block_size
             prefix = None if bypass else report_prefix(run.prepared, self._counter, block_size)
             return _pass_through(run, reason, prefix)
-        encoder = self._encoder
         if encoder is not None and deadline.limit_s is not None:
             encoder = DeadlineEncoder(encoder, deadline)
         for name, stage in STAGES:

@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,15 @@ class Reranker(Protocol):
 
     def score(self, question: str, texts: Sequence[str]) -> FloatArray:
         """Relevance of each text, float32 of shape ``(len(texts),)`` on [0, 1], higher is better."""
+        ...
+
+
+@runtime_checkable
+class ScopedReranker(Protocol):
+    """A reranker whose cache can be kept apart: who shares no scope cannot tell by the time what another one sent."""
+
+    def for_scope(self, scope: str) -> Reranker:
+        """The same model with cached scores of this scope only."""
         ...
 
 
@@ -47,7 +56,15 @@ class CrossEncoderReranker:
 
     def score(self, question: str, texts: Sequence[str]) -> FloatArray:
         """Relevance of each text, float32 of shape ``(len(texts),)`` on [0, 1], higher is better."""
-        keys = [_pair_key(question, text) for text in texts]
+        return self.score_in(question, texts, "")
+
+    def for_scope(self, scope: str) -> Reranker:
+        """The same model with cached scores of this scope only."""
+        return _Scoped(self, scope)
+
+    def score_in(self, question: str, texts: Sequence[str], scope: str) -> FloatArray:
+        """``score`` with cached scores of one scope."""
+        keys = [_key(scope, question, text) for text in texts]
         known = {key: cached for key in keys if (cached := self._cache.get(key)) is not None}
         # Sorted, so that neither padding nor rounding follows the order of the request.
         missing = sorted({key: text for key, text in zip(keys, texts, strict=True) if key not in known}.items())
@@ -63,9 +80,21 @@ class CrossEncoderReranker:
         return np.asarray([known[key] for key in keys], dtype=np.float32)
 
 
-def _pair_key(question: str, text: str) -> bytes:
+class _Scoped:
+    """A reranker as one scope sees it."""
+
+    def __init__(self, reranker: CrossEncoderReranker, scope: str) -> None:
+        self._reranker = reranker
+        self._scope = scope
+
+    def score(self, question: str, texts: Sequence[str]) -> FloatArray:
+        """Relevance of each text, float32 of shape ``(len(texts),)`` on [0, 1], higher is better."""
+        return self._reranker.score_in(question, texts, self._scope)
+
+
+def _key(*parts: str) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    for part in (question, text):
+    for part in parts:
         data = part.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()

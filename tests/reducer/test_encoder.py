@@ -72,3 +72,15 @@ def test_words_beyond_the_model_window_count(encoder: SentenceTransformerEncoder
 def test_no_texts_and_empty_text(encoder: SentenceTransformerEncoder) -> None:
     assert encoder.encode([]).shape == (0, encoder.dim)
     assert np.isfinite(encoder.encode([""])).all()
+
+
+@needs_model
+def test_scopes_share_the_model_and_no_cached_vector() -> None:
+    encoder = SentenceTransformerEncoder(model_path())
+    acme, globex = encoder.for_scope("acme"), encoder.for_scope("globex")
+    vectors = acme.encode(["The cat sat."])
+    assert len(encoder.cache) == 1
+    assert np.array_equal(globex.encode(["The cat sat."]), vectors)
+    assert len(encoder.cache) == 2
+    acme.encode(["The cat sat."])
+    assert len(encoder.cache) == 2

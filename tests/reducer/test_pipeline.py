@@ -339,3 +339,26 @@ def test_one_reducer_serves_threads() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(run, parts)) == [run(part) for part in parts]
+
+
+def test_each_cache_scope_has_an_encoder_of_its_own() -> None:
+    class Scoped(HashEncoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scopes: list[str] = []
+
+        def for_scope(self, scope: str) -> HashEncoder:
+            self.scopes.append(scope)
+            return HashEncoder()
+
+    encoder = Scoped()
+    reducer = Reducer(ReducerConfig(min_prompt_tokens=0), WordCounter(), encoder)
+    for scope in ("acme", "globex", ""):
+        reducer.reduce(
+            make_parts("Which unit failed?", passages=FACTS),
+            budget=Budget(1000, "window"),
+            caller=Caller(),
+            cache_scope=scope,
+        )
+        assert bool(encoder.texts) == (scope == "")
+    assert encoder.scopes == ["acme", "globex"]
