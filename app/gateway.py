@@ -7,6 +7,7 @@ import structlog
 from app.admission import AdmissionController
 from app.auth import Authenticator, Principal
 from app.backends.base import Backend
+from app.backends.replica_metrics import ReplicaCollector
 from app.chat_service import ChatService
 from app.compaction import Compactor
 from app.directory import TenantDirectory
@@ -15,6 +16,7 @@ from app.errors import ConfigError, OverloadedError
 from app.input_budget import TtftObjective
 from app.observability import EngineCollector, GatewayMetrics
 from app.receipts import ReceiptStore
+from app.relay import RelayBackend
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import Settings
@@ -97,6 +99,8 @@ class Gateway:
         self.metrics.registry.register(
             EngineCollector(self.served_model.name, lambda: self.backend.stats, lambda: self.backend.is_alive)
         )
+        if isinstance(self.backend, RelayBackend):
+            self.metrics.registry.register(ReplicaCollector(self.served_model.name, self.backend.replicas))
         self.metrics.jobs.set_function(lambda: self.workers.num_pending)
         self.metrics.receipts.set_function(lambda: len(self.receipts))
         return ChatService(

@@ -20,6 +20,7 @@ import msgspec
 from app.admission import Lease
 from app.answers import extension_of
 from app.backends.openai import DONE, UpstreamAnswer, chunk_facts
+from app.backends.replicas import Replica
 from app.backends.upstream_body import RelayRequest
 from app.backends.upstream_chunks import NULL, ChunkFacts, RawObject, complete_usage, raw_fields, read_chunk
 from app.backends.upstream_errors import broken_stream
@@ -35,6 +36,8 @@ DONE_FRAME = b"data: [DONE]\n\n"
 @runtime_checkable
 class RelayBackend(Protocol):
     """A backend that passes requests on."""
+
+    replicas: list[Replica]
 
     async def relay(self, request: RelayRequest) -> UpstreamAnswer:
         """Sends a request and waits until its answer begins."""

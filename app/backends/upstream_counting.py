@@ -9,8 +9,8 @@ bytes       nothing known: UTF-8 bytes by script
 The allowances (``CountingSettings``) hold for the templates of Llama 2 and 3, Mistral, Qwen 2.5 and 3, Gemma, Phi and
 gpt-oss, their default system texts included; a server with a longer default system text needs a larger
 ``tokens_per_prompt``. The bytes: no tokenizer that covers all bytes makes more tokens of a text than it has bytes. Of a
-word in plain Latin letters that could be spoken every third byte is free, since every large vocabulary holds its
-syllables; English text counts about three times what it is. Text in all other scripts counts its bytes.
+word in plain Latin letters that could be spoken every third byte is free, without a space before it every fourth, since
+every large vocabulary holds its syllables; English counts about three times what it is. All other scripts count bytes.
 
 A part of a message that is no text (image, audio, file) counts a fixed number, see ``CountingSettings``.
 """
@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,11 @@ from app.errors import ConfigError, InvalidRequestError
 from engine.errors import ModelError
 
 ENCODINGS = ("o200k_base", "o200k_harmony", "cl100k_base")
+TOKENIZER_FILES = (
+    *("tokenizer*", "*.model", "special_tokens_map.json", "added_tokens.json", "chat_template*", "config.json"),
+    *("generation_config.json", "vocab.json", "merges.txt"),
+)
+"""What is fetched of a Hugging Face id: the model itself computes elsewhere."""
 MAX_OPENAI_TOKEN_BYTES = 128
 MAX_CACHED_TEXTS = 4096
 
@@ -56,11 +62,10 @@ def load_counting_encoder(settings: BackendSettings) -> PromptEncoder:
             counting_name=f"{counting.name}, template estimated (never too few)",
         )
     from engine.chat_template import ChatTokenizer
-    from engine.model_store import resolve_model
     from engine.tokenizer import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_path(resolve_model(counting.name))
+        tokenizer = Tokenizer.from_path(_tokenizer_path(counting.name))
     except (ModelError, OSError, ValueError) as error:
         raise ConfigError(f"backend.tokenizer.name {counting.name!r} cannot be loaded: {error}") from error
     if counting.use_chat_template and tokenizer.chat_template:
@@ -73,6 +78,20 @@ def load_counting_encoder(settings: BackendSettings) -> PromptEncoder:
         max_token_bytes=tokenizer.max_token_bytes,
         counting_name="tokenizer of the model, template estimated (never too few)",
     )
+
+
+def _tokenizer_path(name: str) -> Path:
+    """A folder or file as it is, a model of the catalogue, or the tokenizer's files alone of a Hugging Face id."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if "/" not in name or path.is_absolute():
+        from engine.model_store import resolve_model
+
+        return resolve_model(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(TOKENIZER_FILES)))
 
 
 class TemplateEncoder:
@@ -220,10 +239,10 @@ class EstimatingEncoder:
 
 
 def count_bytes(text: str) -> int:
-    """Tokens of a text by its UTF-8 bytes: of a word that can be spoken two for three of them, all else one for each.
+    """Tokens of a text by its UTF-8 bytes: fewer of a word that can be spoken, all else one for each.
 
     >>> count_bytes("The house"), count_bytes("x9$"), count_bytes("家")
-    (6, 3, 3)
+    (7, 3, 3)
     """
     num_tokens = len(text.encode("utf-8", "replace"))
     for match in _SPOKEN.finditer(text):
@@ -231,7 +250,7 @@ def count_bytes(text: str) -> int:
         if match.start() and text[match.start() - 1].isalnum() and not word.startswith(" "):
             continue
         if _UNSPOKEN.search(word.lower()) is None:
-            num_tokens -= len(word) // 3
+            num_tokens -= len(word) // (3 if word.startswith(" ") else 4)
     return num_tokens
 
 

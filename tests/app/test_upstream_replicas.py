@@ -76,6 +76,15 @@ def test_a_dead_replica_is_left_alone_and_the_gateway_stays_ready(pair: tuple[Up
             response = post(url, messages=[{"role": "user", "content": f"question {n}"}])
             assert response.status_code == 200, response.text
         assert httpx.get(f"{url}/ready").status_code == 200
+        lines = [
+            line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith("firsttoken_replica_")
+        ]
+        up = {line.rpartition(" ")[2] for line in lines if line.startswith("firsttoken_replica_up")}
+        running = {line.rpartition(" ")[2] for line in lines if line.startswith("firsttoken_replica_requests_running")}
+        assert len(lines) == 6
+        # Which replica the questions went to first is the ring's business; the dead one may not have been asked.
+        assert up <= {"0.0", "1.0"}
+        assert running == {"0.0"}
 
 
 def test_without_any_replica_requests_are_refused_and_come_back_with_it() -> None:
