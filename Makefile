@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-quantization clean
+.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-quantization eval-gate eval-load eval-ablation clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -74,6 +74,23 @@ bench-kernels: setup ## native kernels against the ceiling, transformers and Ope
 QUANTIZATION ?= int8
 bench-quantization: setup ## a quantized format against the unquantized model; ten minutes; keeps the record that serve asks for
 	$(BIN)/firsttoken eval quantization --quantization $(QUANTIZATION) --data $(DATA)/nq.jsonl.gz --output eval/results/quantization_$(QUANTIZATION).json || [ $$? -eq 1 ]
+
+GATE ?= evidence>=0.97,answer_drop<=0.05,evidence_drop<=0.05,near_kept>=0.98,failures<=0
+eval-gate: setup ## fail if the reduction loses answers, evidence or near copies on nq-redundant; ten minutes
+	$(BIN)/firsttoken eval recall --data $(DATA)/nq-redundant.jsonl.gz --gate '$(GATE)'
+
+RATE ?= 0.5
+eval-load: setup ## open-loop load of questions with redundant passages on an own gateway; five minutes
+	@mkdir -p build
+	$(BIN)/firsttoken eval load --data $(DATA)/nq-redundant.jsonl.gz --limit 40 --num-requests 80 --rate $(RATE) \
+		--goodput ttft:2000 --output build/load.json
+	$(BIN)/firsttoken eval report build/load.json
+
+VARY ?= prefix-cache
+eval-ablation: setup ## one variable (VARY=chunk-size, dtype, stages, ...), all else equal; a quarter of an hour
+	@mkdir -p build
+	$(BIN)/firsttoken eval ablation --vary $(VARY) --data $(DATA)/nq-redundant.jsonl.gz --limit 10 --output build/ablation.json
+	$(BIN)/firsttoken eval report build/ablation.json
 
 clean: ## remove the virtual environment and the caches of the tools
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

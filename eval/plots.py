@@ -62,6 +62,9 @@ def ttft_against_length(points: dict[str, Sequence[tuple[int, float]]]) -> str:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, position: f"{value:,.0f}")
+        axis.set_minor_formatter(lambda value, position: "")
     axes.set_xlabel("tokens of the prompt as sent by the application")
     axes.set_ylabel("TTFT, ms")
     for limit in (512, 2048, 8192):
@@ -99,7 +102,7 @@ def waterfall(report: LoadReport) -> str:
         left += values
     axes.invert_yaxis()
     axes.set_xlabel("ms, mean")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=len(parts))
     return _svg(figure, "waterfall")
 
 

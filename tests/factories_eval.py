@@ -39,7 +39,8 @@ def make_history_case(turns: Sequence[str], probes: Sequence[Probe], **fields: A
 
 def write_cases(path: Path, cases: Sequence[dict[str, Any]]) -> Path:
     """A data file of raw cases."""
-    path.write_bytes(gzip.compress("".join(json.dumps(case, ensure_ascii=False) + "\n" for case in cases).encode()))
+    lines = "".join(json.dumps(case, ensure_ascii=False) + "\n" for case in cases)
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
     return path
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eval.ablation import TIMES, AblationReport, AblationRun, make_ablation_report
+from eval.ablation import AblationReport, AblationRun, make_ablation_report
 from eval.arrivals import burst_arrivals, poisson_arrivals
 from eval.commands.load import LoadPlan, measure, parse_burst
 from eval.commands.recall import check_folder
@@ -21,13 +21,16 @@ from eval.experiments import READY_MADE, AblationArm, Experiment, parse_experime
 from eval.gateway import DEMO_KEYS
 from eval.launcher import started_gateway
 from eval.load import LoadRun
-from eval.load_report import contains_cell, p50_p95_p99
+from eval.load_records import Distribution
+from eval.load_report import contains_cell
 from eval.manifest import make_machine_manifest
 from eval.progress import progress_bar
 from eval.readers import FORMATS
 from eval.records import encode_report
-from eval.report import NOTHING, percent
+from eval.report import NOTHING, milliseconds, percent
 from eval.workload import RequestOptions
+
+_SHOWN = ("ttft_ms", "tpot_ms", "e2el_ms")
 
 
 def parse_vary(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> Experiment:
@@ -128,26 +131,33 @@ def ablation(
 
 def print_ablation(console: Console, report: AblationReport) -> None:
     """The arms side by side, and whether they can be believed."""
-    table = Table(
-        title=f"{report.variable}: {report.num_rounds} rounds, against {report.baseline}", title_justify="left"
-    )
-    for heading in ("arm", "completed", "TTFT ms P50 / P95 / P99", "TPOT ms P50 / P95 / P99"):
+    title = f"{report.variable}: {report.num_rounds} rounds, against {report.baseline}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("arm", "completed", "TTFT ms P50", "TPOT ms P50"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for heading in (*(f"{name.removesuffix('_ms')} ratio" for name in TIMES), "contains", "hit rate", "KV most"):
-        table.add_column(heading, justify="right")
+    for name in _SHOWN:
+        table.add_column(f"{name.removesuffix('_ms').upper()} ratio", justify="right")
+    rest = Table(title="Prompts, answers, cache", title_justify="left")
+    for heading in ("arm", "prompt tokens ratio", "contains", "hit rate", "KV most"):
+        rest.add_column(heading, justify="left" if heading == "arm" else "right")
     for arm in report.arms:
         ratios = {ratio.metric: f"{ratio.ratio:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" for ratio in arm.ratios}
         table.add_row(
             arm.name,
             f"{arm.overall.completed} of {arm.overall.num_requests}",
-            p50_p95_p99(arm.overall.ttft_ms),
-            p50_p95_p99(arm.overall.tpot_ms),
-            *(ratios.get(name, NOTHING) for name in TIMES),
+            _median(arm.overall.ttft_ms),
+            _median(arm.overall.tpot_ms),
+            *(ratios.get(name, NOTHING) for name in _SHOWN),
+        )
+        rest.add_row(
+            arm.name,
+            ratios.get("prompt_tokens", NOTHING),
             contains_cell(arm.overall),
             percent(arm.overall.hit_rate),
             percent(arm.kv_usage_max),
         )
     console.print(table)
+    console.print(rest)
     console.print(
         "Ratios are geometric means over the same requests in the same rounds, with 95 % intervals; 1 is the baseline.",
         style="dim",
@@ -156,3 +166,7 @@ def print_ablation(console: Console, report: AblationReport) -> None:
         console.print("self-check: the identical arm ties with the baseline", style="green")
     for problem in report.self_check:
         console.print(Text(f"self-check failed, do not believe this run: the identical arm's {problem}", "bold red"))
+
+
+def _median(found: Distribution | None) -> str:
+    return NOTHING if found is None else milliseconds(found.p50)

@@ -103,7 +103,9 @@ def parse_goodput(ctx: click.Context, param: click.Parameter, value: tuple[str, 
     show_default=True,
     help="Of a trace's arrivals; 0.5 is twice as fast.",
 )
-@click.option("--num-requests", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option(
+    "--num-requests", type=click.IntRange(min=1), default=100, show_default=True, help="Of a trace, the first ones."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Use the first N cases only; requests repeat them.")
 @click.option("--max-input-tokens", type=click.IntRange(min=1), help="Leave out longer requests of the trace.")
 @click.option("--url", help="A running server; without it a gateway is started.")

@@ -1,16 +1,21 @@
 """Gates: thresholds by hand, and planted regressions through the real gateway with the lexical ranking."""
 
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner
-from factories_app import ACME_KEY, make_app, make_settings, served
+from factories_app import ACME_KEY, EchoBackend, make_app, make_settings, served
 from factories_eval import write_cases
 
 import reducer.dedup
+from app.backends.base import BackendRequest
 from app.settings import PolicySettings
+from engine.outputs import RequestOutput
 from eval.cli import eval_group
 from eval.gate import Reference, has_failed, judge_arm, parse_threshold
 from eval.intervals import compare
@@ -97,7 +102,7 @@ def _bird_case(number: int) -> dict[str, Any]:
     """Two passages are needed; eight others are about other things."""
     first, second = _BIRDS[number % 8], _BIRDS[(number + 3) % 8]
     gold = {first: f"{number + 11} kilograms", second: f"{number + 57} kilograms"}
-    chunks = [
+    chunks: list[dict[str, Any]] = [
         {"id": f"n{place}", "text": f"The ticket office number {place} opens at noon and sells maps of the {what}."}
         for place, what in enumerate(("park", "harbour", "tower", "museum", "garden", "station", "bridge", "mill"))
     ]
@@ -172,6 +177,52 @@ def test_a_policy_that_keeps_one_passage_fails_the_gate(data: Path) -> None:
     with _served_with(top1={"selection": {"top_k": 1}}) as url:
         status, _ = _recall(url, data, *_GATE, "--policy", "default", "--policy", "top1", "--gate-against", "default")
     assert status == 1
+
+
+@dataclass
+class ReadingBackend(EchoBackend):
+    """Answers with the weights of the birds asked for, as far as the prompt states them."""
+
+    is_garbled: bool = False
+    """As a model whose weights were scaled wrongly: some answers come out as noise."""
+    num_asked: int = 0
+
+    async def generate(self, request: BackendRequest) -> AsyncIterator[RequestOutput]:
+        prompt = "\n".join(str(message["content"]) for message in request.messages)
+        asked = re.findall(r"what is the weight of the (\w+)", prompt.splitlines()[-1], re.IGNORECASE)
+        stated = dict(re.findall(r"The (\w+) has a weight of (\d+ kilograms)", prompt))
+        self.num_asked += 1
+        is_noise = self.is_garbled and self.num_asked % 2 == 0
+        self.reply = "zq zq" if is_noise else " and ".join(stated.get(bird, "unknown") for bird in asked) or "unknown"
+        async for output in super().generate(request):
+            yield output
+
+
+def _answered(folder: Path, name: str, backend: ReadingBackend, *arguments: str) -> tuple[int, Path]:
+    """The whole way: documents in, reduced, answered, scored."""
+    data = write_cases(folder / "birds.jsonl.gz", [_bird_case(number) for number in range(16)])
+    policies = {"top1": PolicySettings(reducer={"selection": {"top_k": 1}})}
+    with served(make_app(make_settings(policies=policies), backend)) as url:
+        status, _ = _recall(url, data, "--answers", "--output", str(folder / name), *arguments)
+    return status, folder / name
+
+
+def test_a_question_set_through_the_whole_gateway_passes_with_answers_and_fails_without(tmp_path: Path) -> None:
+    gate = ("--gate", "contains>=0.95,contains_drop<=0.02,failures<=0")
+    assert _answered(tmp_path, "a.json", ReadingBackend(), *gate)[0] == 0
+    assert _answered(tmp_path, "b.json", ReadingBackend(), *gate, "--policy", "top1")[0] == 1
+
+
+def test_a_model_that_answers_worse_fails_against_the_run_before(tmp_path: Path) -> None:
+    _, before = _answered(tmp_path, "a.json", ReadingBackend())
+    _, after = _answered(tmp_path, "b.json", ReadingBackend(is_garbled=True))
+
+    def status(*files: Path) -> int:
+        command = ["compare", *map(str, files), "--gate", "answer_drop<=0.02,contains_drop<=0.02"]
+        return CliRunner().invoke(eval_group, command).exit_code
+
+    assert status(before, before) == 0
+    assert status(before, after) == 1  # the prompts are the same, the answers are not
 
 
 def test_a_fact_guard_that_is_off_fails_the_gate(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
