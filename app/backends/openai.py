@@ -30,6 +30,10 @@ from engine.errors import EngineDeadError, ModelError
 from engine.outputs import EngineStats, ModelInfo, RequestOutput
 
 DONE = b"[DONE]"
+INLINE_BODY_BYTES = 16 * 1024
+"""A smaller body is written on the event loop: handing it to a thread would cost more."""
+LARGE_BODY_BYTES = 64 * 1024
+"""A larger one is written in the thread for large jobs."""
 
 
 class UpstreamAnswer:
@@ -161,8 +165,7 @@ class OpenAIBackend:
 
         Raises ``UpstreamError`` with what the last replica that was tried said.
         """
-        body = upstream_body(request, self._settings)
-        key = routing_key(request)
+        body, key = await self._prepare(request)
         tried: list[Replica] = []
         failure: Exception | None = None
         for _ in range(self._settings.max_attempts):
@@ -247,6 +250,13 @@ class OpenAIBackend:
             )
         finally:
             await answer.aclose()
+
+    async def _prepare(self, request: RelayRequest) -> tuple[bytes, bytes]:
+        """Body and routing key; those of a large request are made in a thread, so that nobody waits for them."""
+        if len(request.body) <= INLINE_BODY_BYTES:
+            return upstream_body(request, self._settings), routing_key(request)
+        run = self._workers.run_large if len(request.body) > LARGE_BODY_BYTES else self._workers.run
+        return await run(lambda: (upstream_body(request, self._settings), routing_key(request)))
 
     async def _try(self, replica: Replica, request: RelayRequest, body: bytes) -> UpstreamAnswer:
         """One try on one replica. Raises ``UnreachableError`` where another one may go better."""

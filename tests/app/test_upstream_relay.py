@@ -1,6 +1,7 @@
 """Chat completions of an upstream through the gateway, over sockets: fields, bytes, usage, errors, leaving."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -336,3 +337,16 @@ def test_connections_are_used_again(url: str, upstream: Upstream) -> None:
         assert json.loads(post(url, make_body()).text)["choices"]
     # Asking for the number is a connection of its own each time.
     assert upstream.num_connections == num_before + 1
+
+
+def test_a_large_request_does_not_hold_up_small_ones(url: str) -> None:
+    # Ten megabytes of tokens take a thread seconds to count; meanwhile the event loop answers.
+    large = threading.Thread(target=post, args=(url, make_body("word " * 2_000_000, firsttoken={"bypass": True})))
+    large.start()
+    answered = 0
+    while large.is_alive() and answered < 20:
+        assert post(url, make_body()).status_code == 200
+        answered += 1
+    still_alive = large.is_alive()
+    large.join()
+    assert answered >= 3 or still_alive
