@@ -7,6 +7,7 @@ GatewayError
 ├── AuthenticationError     401  no key, or an unknown one
 ├── PermissionDeniedError   403  a key that may not do this
 ├── NotFoundError           404  model or receipt
+├── ConflictError           409  the name is taken
 ├── RequestTooLargeError    413  body
 ├── RateLimitError          429  requests per minute, tokens per day
 ├── ClientDisconnectedError 499  the client left; only logs see it
@@ -81,6 +82,14 @@ class NotFoundError(GatewayError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class ConflictError(GatewayError):
+    """What is asked for clashes with what exists; ``param`` names the field."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class RequestTooLargeError(GatewayError):
@@ -271,6 +280,7 @@ TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
     AuthenticationError: _unauthenticated,
     PermissionDeniedError: _forbidden,
     NotFoundError: _not_found,
+    ConflictError: lambda error: ErrorAnswer(409, "invalid_request_error", str(error), error.param, "already_exists"),
     RequestTooLargeError: _too_large,
     RateLimitError: _rate_limit,
     ClientDisconnectedError: lambda error: ErrorAnswer(499, "client_closed_request", str(error)),

@@ -1,0 +1,3 @@
+"""Migrations of the tables, applied by Alembic."""
+
+__all__: tuple[str, ...] = ()
