@@ -8,6 +8,8 @@ from litestar.datastructures import State
 
 from app.backends.base import Backend
 from app.config_file import load_settings
+from app.controllers.admin import AdminTenantsController
+from app.controllers.admin_records import AdminRecordsController
 from app.controllers.chat import ChatController
 from app.controllers.compact import CompactController
 from app.controllers.embeddings import EmbeddingsController
@@ -42,6 +44,8 @@ def create_app(
 
     return Litestar(
         route_handlers=[
+            AdminRecordsController,
+            AdminTenantsController,
             ChatController,
             CompactController,
             ModelsController,

@@ -20,7 +20,8 @@ from app.drain import Drain
 from app.errors import InvalidRequestError
 from app.generation import Generation
 from app.input_budget import TtftObjective, tightest_objective
-from app.receipts import ReceiptStore, new_receipt_id
+from app.policies import Policy
+from app.receipts import ReceiptKeeper, new_receipt_id
 from app.relay import Relay, RelayBackend
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
@@ -72,7 +73,7 @@ class ChatService:
         compactor: Compactor,
         workers: WorkerPool,
         admission: AdmissionController,
-        receipts: ReceiptStore,
+        receipts: ReceiptKeeper,
         objective: TtftObjective,
         observer: ServiceObserver,
         drain: Drain,
@@ -145,7 +146,7 @@ class ChatService:
             request, principal, policy.settings, self._objective.max_input_tokens(objective_ms)
         )
         receipt_id = new_receipt_id()
-        summarizer = self._make_summarizer(principal, policy.name, request, receipt_id)
+        summarizer = self._make_summarizer(principal, policy, request, receipt_id)
         # A thread that waits for the model must not be one that small requests need.
         is_slow = summarizer is not None or is_large(len(arrival.body), request.parts)
         try:
@@ -153,7 +154,7 @@ class ChatService:
                 self._compactor.compact,
                 request,
                 principal,
-                policy.name,
+                policy,
                 budget,
                 receipt_id,
                 bypass=arrival.bypass or bool(overrides.bypass),
@@ -168,10 +169,10 @@ class ChatService:
         return compaction
 
     def _make_summarizer(
-        self, principal: Principal, policy: str, request: CompletionRequest, receipt_id: str
+        self, principal: Principal, policy: Policy, request: CompletionRequest, receipt_id: str
     ) -> BackendSummarizer | None:
         """Who summarises older turns, where the policy wants the model to and there are any."""
-        history = self._compactor.reducer_config(policy).history
+        history = policy.reducer.history
         if history.summarizer != "model" or len(request.parts.messages) <= history.num_recent_messages + 1:
             return None
         return BackendSummarizer(

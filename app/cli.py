@@ -43,12 +43,61 @@ def _plan() -> click.Command:
     return plan
 
 
+def _tenants() -> click.Command:
+    from app.commands.tenants import tenants
+
+    return tenants
+
+
+def _keys() -> click.Command:
+    from app.commands.keys import keys
+
+    return keys
+
+
+def _budgets() -> click.Command:
+    from app.commands.budgets import budgets
+
+    return budgets
+
+
+def _usage() -> click.Command:
+    from app.commands.budgets import usage
+
+    return usage
+
+
+def _policies() -> click.Command:
+    from app.commands.policies import policies
+
+    return policies
+
+
+def _receipts() -> click.Command:
+    from app.commands.receipts import receipts
+
+    return receipts
+
+
+def _db() -> click.Command:
+    from app.commands.policies import db
+
+    return db
+
+
 COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
     "serve": (_serve, "Start the gateway on the embedded engine."),
     "compact": (_compact, "Show what a request would send to the model."),
     "config": (_config, "Check the configuration."),
     "models": (_models, "Fetch models and list what is there."),
     "plan": (_plan, "Say whether separate engines for prefill and decode pay."),
+    "tenants": (_tenants, "Manage tenants, their limits and groups."),
+    "keys": (_keys, "Make, rotate and revoke API keys."),
+    "budgets": (_budgets, "Limit what tenants use in a period."),
+    "usage": (_usage, "Show what tenants used by day."),
+    "policies": (_policies, "Manage versions of policies."),
+    "receipts": (_receipts, "List, show and replay reduction records."),
+    "db": (_db, "Look after the database."),
     "eval": (_eval, "Measure what a reduction does to answers."),
 }
 

@@ -3,16 +3,17 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from app.auth import Principal
 from app.backends.base import PromptEncoder
 from app.completion_request import CompletionRequest
 from app.errors import ContextLengthError, InvalidRequestError
 from app.input_budget import BudgetLimits, InputBudget
-from app.receipts import encode_receipt
+from app.policies import Policy, PolicyBook
+from app.receipts import ReplayInputs, encode_receipt
 from app.settings import PolicySettings, Settings
-from reducer.config import RecogniseConfig, ReducerConfig
+from reducer.config import RecogniseConfig
 from reducer.embedded_passages import recognise_passages
 from reducer.encoder import Encoder
 from reducer.errors import BudgetExceededError
@@ -23,13 +24,6 @@ from reducer.prompt import Budget, PromptParts
 from reducer.reranker import Reranker
 from reducer.result import ReductionResult
 from reducer.summary import Summarizer, SummaryCache
-
-
-class ChosenPolicy(NamedTuple):
-    """A policy and its name."""
-
-    name: str
-    settings: PolicySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,37 +96,47 @@ class Compactor:
         max_model_len: int,
         encoder: Encoder | None,
         reranker: Reranker | None = None,
+        policies: PolicyBook | None = None,
     ) -> None:
         self._settings = settings
+        self._policies = policies or PolicyBook(settings)
         self._prompt_encoder = prompt_encoder
         self._max_model_len = max_model_len
         self._encoder = encoder
         self._reranker = reranker
         self._order_memory = OrderMemory()
         self._summary_cache = SummaryCache()
-        self._reducer_configs = {name: settings.reducer_config(name) for name in settings.policy_names}
 
     def warm_up(self) -> None:
         """Renders one prompt, so that no request pays for what tokenizer and template build on first use."""
         self._prompt_encoder.count_prompt([{"role": "user", "content": "warm-up"}])
         assert self._prompt_encoder.max_token_bytes > 0, "a token has at least one byte"
 
-    def reducer_config(self, policy: str) -> ReducerConfig:
-        """How a policy reduces."""
-        return self._reducer_configs[policy]
+    def choose_policy(self, request: CompletionRequest, principal: Principal) -> Policy:
+        """The request's policy, else the tenant's.
 
-    def choose_policy(self, request: CompletionRequest, principal: Principal) -> ChosenPolicy:
-        """The request's policy, else the tenant's. Raises ``InvalidRequestError`` naming those that exist."""
-        name = principal.tenant.policy if request.overrides.policy is None else request.overrides.policy
-        policy = self._settings.policy(name)
+        Raises ``InvalidRequestError`` for one that does not exist, naming those that do, and for one whose measured
+        recall is under the tenant's floor.
+        """
+        tenant = principal.tenant
+        name = tenant.policy if request.overrides.policy is None else request.overrides.policy
+        policy = self._policies.get(name)
         if policy is None:
-            known = ", ".join(self._settings.policy_names)
+            known = ", ".join(self._policies.names)
             raise InvalidRequestError(
                 f"Invalid 'firsttoken.policy': {name!r} is unknown; known policies: {known}.",
                 param="firsttoken.policy",
                 code="invalid_value",
             )
-        return ChosenPolicy(name, policy)
+        if not policy.meets(tenant.recall_floor):
+            measured = policy.settings.measured_recall
+            raise InvalidRequestError(
+                f"Invalid 'firsttoken.policy': the measured recall of {name!r} is "
+                f"{'not known' if measured is None else measured}, the tenant's floor is {tenant.recall_floor}.",
+                param="firsttoken.policy",
+                code="recall_floor",
+            )
+        return policy
 
     def input_budget(
         self, request: CompletionRequest, principal: Principal, policy: PolicySettings, slo_tokens: int | None
@@ -153,7 +157,7 @@ class Compactor:
         self,
         request: CompletionRequest,
         principal: Principal,
-        policy: str,
+        policy: Policy,
         budget: InputBudget,
         receipt_id: str,
         *,
@@ -165,12 +169,12 @@ class Compactor:
         Raises ``ContextLengthError`` where what must not be cut is over a limit.
         """
         started = time.perf_counter()
-        self._refuse_by_size(request.parts, budget, self._reducer_configs[policy].recognise)
+        self._refuse_by_size(request.parts, budget, policy.reducer.recognise)
         # Where the template is known, what it prints is known as well.
         unsent_tools = () if self._prompt_encoder.counting == "exact" else request.unsent_tools
         counter = RequestCounter(self._prompt_encoder, request.template_kwargs, unsent_tools)
         reducer = Reducer(
-            self._reducer_configs[policy],
+            policy.reducer,
             counter,
             self._encoder,
             reranker=self._reranker,
@@ -201,11 +205,20 @@ class Compactor:
                 result = reduce(stretched)
         except BudgetExceededError as error:
             raise self._too_long(error.num_tokens, budget) from None
-        receipt = encode_receipt(receipt_id, policy, request.parts, result, self._settings.receipts)
+        replay = ReplayInputs(
+            policy_version=policy.version,
+            groups=sorted(principal.groups),
+            deny_unlabelled=principal.tenant.deny_unlabelled,
+            bypass=bypass,
+            template_kwargs=request.template_kwargs,
+            tools=[dict(tool) for tool in request.parts.tools],
+            unsent_tools=[dict(tool) for tool in unsent_tools],
+        )
+        receipt = encode_receipt(receipt_id, policy.name, request.parts, result, self._settings.receipts, replay)
         return Compaction(
             request=request,
             principal=principal,
-            policy=policy,
+            policy=policy.name,
             result=result,
             receipt_id=receipt_id,
             receipt=receipt,

@@ -4,22 +4,20 @@ import asyncio
 
 import structlog
 
-from app.admission import AdmissionController
-from app.auth import Authenticator, Principal
+from app.auth import Principal
 from app.backends.base import Backend
 from app.backends.replica_metrics import ReplicaCollector
 from app.chat_service import ChatService
 from app.compaction import Compactor
-from app.directory import TenantDirectory
 from app.drain import Drain
 from app.errors import ConfigError, OverloadedError
 from app.input_budget import TtftObjective
 from app.observability import EngineCollector, GatewayMetrics
-from app.receipts import ReceiptStore
 from app.relay import RelayBackend
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import Settings
+from app.tenancy import Tenancy
 from app.workers import WorkerPool
 from engine.cost_model import PrefillCostModel
 from engine.errors import ModelError
@@ -34,11 +32,11 @@ class Gateway:
         self.settings = settings
         self.workers = workers
         self.backend = backend
-        self.authenticator = Authenticator(settings)
-        self.directory = TenantDirectory(self.authenticator)
-        self.admission = AdmissionController()
+        self.tenancy = Tenancy(settings)
+        self.authenticator = self.tenancy.authenticator
+        self.directory = self.tenancy.directory
+        self.admission = self.tenancy.admission
         self.drain = Drain()
-        self.receipts = ReceiptStore(settings.receipts)
         self.served_model = ServedModel(settings)
         self.metrics = GatewayMetrics(self.served_model.name)
         self.encoder_state = "loading" if settings.encoder.enabled else "disabled"
@@ -63,27 +61,36 @@ class Gateway:
 
     async def find_receipt(self, receipt_id: str, principal: Principal) -> bytes:
         """A record as JSON. Raises ``NotFoundError``, the same for one that is not there and one of others."""
-        return self.receipts.get(receipt_id, principal)
+        return await self.tenancy.find_receipt(receipt_id, principal)
 
     async def start(self) -> None:
         """Starts the backend and loads the encoder, side by side. Raises an error that says what is missing."""
         async with self._start_lock:
             if self._chat_service is not None:
                 return
-            backend, models = await asyncio.gather(self.backend.start(), self._load_models(), return_exceptions=True)
-            for outcome in (backend, models):
+            backend, models, storage = await asyncio.gather(
+                self.backend.start(), self._load_models(), self.tenancy.open(), return_exceptions=True
+            )
+            for outcome in (storage, backend, models):
                 if isinstance(outcome, BaseException):
                     await self.backend.close()
+                    await self.tenancy.close()
                     raise outcome
             assert not isinstance(models, BaseException), "failures were raised above"
-            compactor = Compactor(self.settings, self.backend.encoder, self.backend.info.max_model_len, *models)
+            compactor = Compactor(
+                self.settings,
+                self.backend.encoder,
+                self.backend.info.max_model_len,
+                *models,
+                policies=self.tenancy.policies,
+            )
             await self.workers.run(compactor.warm_up)
             self._chat_service = self._make_chat_service(compactor)
 
     async def close(self) -> None:
         """Ends the backend and drops what waits for a thread. May be called twice."""
         await self.backend.close()
-        await self.admission.close()
+        await self.tenancy.close()
         self.workers.close()
 
     def _make_chat_service(self, compactor: Compactor) -> ChatService:
@@ -102,15 +109,15 @@ class Gateway:
         if isinstance(self.backend, RelayBackend):
             self.metrics.registry.register(ReplicaCollector(self.served_model.name, self.backend.replicas))
         self.metrics.jobs.set_function(lambda: self.workers.num_pending)
-        self.metrics.receipts.set_function(lambda: len(self.receipts))
+        self.metrics.receipts.set_function(lambda: len(self.tenancy.memory_receipts))
         return ChatService(
             backend=self.backend,
             compactor=compactor,
             workers=self.workers,
             admission=self.admission,
-            receipts=self.receipts,
+            receipts=self.tenancy,
             objective=objective,
-            observer=ServiceObserver(self.metrics, objective, self.served_model.name),
+            observer=ServiceObserver(self.metrics, objective, self.served_model.name, self.tenancy),
             drain=self.drain,
             served_model=self.served_model,
             limits=settings.limits,

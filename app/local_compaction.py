@@ -1,36 +1,70 @@
 """Compacts a prompt in this process, with tokenizer and encoder but without an engine."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import msgspec
 
 from app.answers import compact_answer
 from app.auth import Authenticator
 from app.backends.base import PromptEncoder
-from app.compaction import Compactor
+from app.compaction import Compactor, RequestCounter
 from app.completion_request import read_completion, read_relayed
 from app.errors import ConfigError
-from app.gateway import load_encoder
+from app.gateway import load_encoder, load_reranker
 from app.receipts import new_receipt_id
 from app.settings import Settings
+from reducer.encoder import Encoder
+from reducer.reranker import Reranker
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModels:
+    """What a reduction needs of the models, without the engine."""
+
+    prompt_encoder: PromptEncoder
+    window: int
+    encoder: Encoder | None
+    reranker: Reranker | None
+
+    @classmethod
+    def load(cls, settings: Settings) -> "LocalModels":
+        """Loads tokenizer, encoder and cross-encoder; takes seconds. Raises ``ConfigError`` as the gateway would."""
+        prompt_encoder, window = _counter(settings)
+        encoder, reranker = None, None
+        if settings.encoder.enabled:
+            try:
+                encoder = load_encoder(settings)
+            except ConfigError:
+                if settings.encoder.required:
+                    raise
+        if settings.reranker.model is not None:
+            try:
+                reranker = load_reranker(settings)
+            except ConfigError:
+                if settings.reranker.required:
+                    raise
+        return cls(prompt_encoder, window, encoder, reranker)
+
+    def counter(
+        self, template_kwargs: Mapping[str, Any], unsent_tools: Sequence[Mapping[str, Any]] = ()
+    ) -> RequestCounter:
+        """Counts as the gateway does for a request with these template variables."""
+        return RequestCounter(self.prompt_encoder, template_kwargs, unsent_tools)
 
 
 def compact_here(settings: Settings, api_key: str, body: bytes) -> bytes:
     """The answer of ``POST /v1/compact`` as JSON. Raises what the gateway would answer with."""
     principal = Authenticator(settings).authenticate(f"Bearer {api_key}")
     request = (read_relayed if settings.backend.kind == "openai" else read_completion)(body)
-    prompt_encoder, window = _counter(settings)
-    encoder = None
-    if settings.encoder.enabled:
-        try:
-            encoder = load_encoder(settings)
-        except ConfigError:
-            if settings.encoder.required:
-                raise
-    compactor = Compactor(settings, prompt_encoder, window, encoder)
+    models = LocalModels.load(settings)
+    compactor = Compactor(settings, models.prompt_encoder, models.window, models.encoder, models.reranker)
     policy = compactor.choose_policy(request, principal)
     compaction = compactor.compact(
         request,
         principal,
-        policy.name,
+        policy,
         compactor.input_budget(request, principal, policy.settings, None),
         new_receipt_id(),
         bypass=bool(request.overrides.bypass),

@@ -123,7 +123,7 @@ class CounterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may use ``/admin/v1``. Without keys there is no such address."""
+    """Who may use ``/admin/v1``; nobody without a key here."""
 
     key_sha256: tuple[str, ...] = ()
     """SHA-256 of the admin keys in hex: ``printf %s "$KEY" | sha256sum``. Two, while one replaces the other."""

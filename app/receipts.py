@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -39,6 +39,21 @@ class Originals(msgspec.Struct, frozen=True, kw_only=True):
     documents: list[OriginalDocument]
 
 
+class ReplayInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What decided about a reduction beside the originals, so that it can be done again."""
+
+    policy_version: int | None
+    """Of a policy of the database; ``None`` for one of the configuration file."""
+    groups: list[str]
+    deny_unlabelled: bool
+    bypass: bool
+    template_kwargs: dict[str, Any]
+    tools: list[dict[str, Any]]
+    """As received."""
+    unsent_tools: list[dict[str, Any]] = []
+    """What else was counted like tools."""
+
+
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """The whole record of one reduction."""
 
@@ -61,6 +76,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     originals: Originals | None
     originals_omitted: str | None
     """Why there are no originals, if there are none."""
+    replay: ReplayInputs | None = None
+    """Only where there are originals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +99,12 @@ def saved_tokens(result: ReductionResult) -> int:
 
 
 def encode_receipt(
-    receipt_id: str, policy: str, parts: PromptParts, result: ReductionResult, settings: ReceiptSettings
+    receipt_id: str,
+    policy: str,
+    parts: PromptParts,
+    result: ReductionResult,
+    settings: ReceiptSettings,
+    replay: ReplayInputs | None = None,
 ) -> bytes:
     """The record as JSON. CPU-heavy for large requests."""
     originals = _originals(parts, result) if settings.include_originals else None
@@ -104,11 +126,14 @@ def encode_receipt(
         stages=result.stages,
         originals=originals,
         originals_omitted=omitted,
+        replay=None if originals is None else replay,
     )
     document = msgspec.json.encode(receipt)
     if originals is not None and len(document) > settings.max_bytes_per_tenant:
         omitted = f"the record of {len(document)} bytes is over max_bytes_per_tenant {settings.max_bytes_per_tenant}"
-        document = msgspec.json.encode(msgspec.structs.replace(receipt, originals=None, originals_omitted=omitted))
+        document = msgspec.json.encode(
+            msgspec.structs.replace(receipt, originals=None, originals_omitted=omitted, replay=None)
+        )
     return document
 
 
@@ -138,6 +163,14 @@ def _acl(acl: tuple[str, ...] | AccessRule | None) -> list[str] | dict[str, Any]
         rule: dict[str, Any] = {"all_of": list(acl.all_of), "deny": list(acl.deny)}
         return rule if acl.any_of is None else {"any_of": list(acl.any_of), **rule}
     return None if acl is None else list(acl)
+
+
+class ReceiptKeeper(Protocol):
+    """Keeps records."""
+
+    def put(self, receipt_id: str, principal: Principal, document: bytes) -> None:
+        """Keeps a record; returns at once."""
+        ...
 
 
 class ReceiptStore:

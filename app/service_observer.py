@@ -1,7 +1,10 @@
 """Passes the moments of a request on to metrics, log and cost model."""
 
+from typing import Protocol
+
 import structlog
 
+from app.auth import Principal
 from app.compaction import Compaction
 from app.generation import Generation
 from app.input_budget import TtftObjective
@@ -9,19 +12,36 @@ from app.observability import GatewayMetrics
 from app.receipts import saved_tokens
 
 
+class UsageObserver(Protocol):
+    """Writes down for each tenant what was saved."""
+
+    def on_compaction(self, principal: Principal, original_tokens: int, saved_tokens: int) -> None:
+        """A prompt has been reduced."""
+        ...
+
+    def on_cached(self, principal: Principal, cached_tokens: int) -> None:
+        """Tokens of a prompt came from the prefix cache."""
+        ...
+
+
 class ServiceObserver:
     """Hears what the chat service does. The log gets numbers and ids, never text of a prompt or an answer."""
 
-    def __init__(self, metrics: GatewayMetrics, objective: TtftObjective, model_name: str) -> None:
+    def __init__(
+        self, metrics: GatewayMetrics, objective: TtftObjective, model_name: str, usage: UsageObserver | None = None
+    ) -> None:
         self._metrics = metrics
         self._objective = objective
         self._model_name = model_name
+        self._usage = usage
         self._log = structlog.get_logger("firsttoken.requests")
 
     def on_compaction(self, request_id: str, compaction: Compaction) -> None:
         """A prompt has been reduced."""
         result = compaction.result
         self._metrics.on_compaction(compaction)
+        if self._usage is not None:
+            self._usage.on_compaction(compaction.principal, result.original_prompt_tokens, saved_tokens(result))
         self._log.info(
             "compaction",
             request_id=request_id,
@@ -61,6 +81,8 @@ class ServiceObserver:
         if generation.is_counted_at_end:
             self._compare_counts(generation)
         self._metrics.on_end(generation)
+        if self._usage is not None:
+            self._usage.on_cached(generation.compaction.principal, generation.num_cached_tokens)
         timings = generation.timings
         first_text_s = generation.first_text_s
         self._log.info(

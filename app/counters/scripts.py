@@ -24,8 +24,8 @@ local function release(id)
   local amount = redis.call('HGET', amounts, id)
   if amount then
     local input, output = string.match(amount, '(%d+):(%d+)')
-    redis.call('HINCRBY', reserved, 'in', -tonumber(input))
-    redis.call('HINCRBY', reserved, 'out', -tonumber(output))
+    redis.call('HINCRBY', reserved, 'in', 0 - tonumber(input))
+    redis.call('HINCRBY', reserved, 'out', 0 - tonumber(output))
     redis.call('HDEL', amounts, id)
   end
 end

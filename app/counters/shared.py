@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import structlog
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import RedisError
 
 from app.counters import scripts
@@ -33,6 +33,7 @@ FIRST_PAUSE_S = 0.1
 LATE_S = 3600
 """A window stays this long after its end."""
 NO_LIMIT = -1
+MAX_CONNECTIONS = 32
 
 
 class SharedCounterStore:
@@ -48,9 +49,15 @@ class SharedCounterStore:
         """``wall_clock`` only tells which window of a period it is; gateways need clocks that agree to the second."""
         scheme, separator, rest = settings.url.partition("://")
         url = {"valkey": "redis", "valkeys": "rediss"}.get(scheme, scheme) + separator + rest
-        self._client: Redis = Redis.from_url(  # type: ignore[no-untyped-call, unused-ignore]
-            url, socket_timeout=settings.timeout_s, socket_connect_timeout=settings.timeout_s, decode_responses=True
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=settings.timeout_s,
+            socket_timeout=settings.timeout_s,
+            socket_connect_timeout=settings.timeout_s,
+            decode_responses=True,
         )
+        self._client = Redis.from_pool(pool)
         self._prefix = settings.key_prefix
         self._lease_ttl_s = settings.lease_ttl_s
         self._wall_clock = wall_clock

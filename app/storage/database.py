@@ -3,9 +3,10 @@
 SQLite runs in WAL mode and waits for other writers, so that several gateways and the command line may share a file.
 """
 
+import asyncio
 import contextlib
 import fcntl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,10 @@ class Database:
 
     async def upgrade(self) -> None:
         """Brings the tables up to date. Several gateways may do this at the same time: one does, the others wait."""
-        with self._file_lock():
-            async with self.engine.begin() as connection:
-                if not self.is_sqlite:
-                    await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
-                await connection.run_sync(_upgrade)
+        async with self._file_lock(), self.engine.begin() as connection:
+            if not self.is_sqlite:
+                await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
+            await connection.run_sync(_upgrade)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
@@ -125,14 +125,15 @@ class Database:
         event.listen(engine.sync_engine, "connect", _set_pragmas)
         return engine
 
-    @contextlib.contextmanager
-    def _file_lock(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _file_lock(self) -> AsyncIterator[None]:
         """Keeps other processes of this machine from migrating the same file; SQLite changes tables step by step."""
         if not self.is_sqlite or not self._url.database or self._url.database == ":memory:":
             yield
             return
         with Path(f"{self._url.database}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            # In a thread, since the holder may be another task of this loop.
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
             yield
 
 

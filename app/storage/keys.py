@@ -18,7 +18,7 @@ from app.storage.records import IssuedKey, KeyInfo, NewKey, Rotation
 from app.storage.tenants import find_tenant, settings_of_row
 
 KEY_PREFIX = "sk-ft-"
-KEY_BYTES = 32
+KEY_BYTES = 24
 HINT_CHARS = 12
 
 
@@ -103,7 +103,7 @@ class KeyService:
             have = ", ".join(sorted(known)) or "none"
             text = f"Tenant {owner.name!r} has no group {unknown[0]!r}; it has {have}."
             raise InvalidRequestError(text, param="groups")
-        key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+        key = KEY_PREFIX + secrets.token_hex(KEY_BYTES)
         row = ApiKeyRow(
             id=uuid.uuid4(),
             tenant_id=owner.id,

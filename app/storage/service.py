@@ -89,8 +89,8 @@ class Storage:
             both = sorted(set(await stored_names(session)) & set(self._settings.tenants))
         if both:
             raise ConfigError(
-                f"tenants.{both[0]} is in {self._source} and in the database; rename it in the file, or take it out and "
-                f"remove the other with `firsttoken tenants delete {both[0]}`"
+                f"tenants.{both[0]} is in {self._source} and in the database; rename it in the file, or take it "
+                f"out and remove the other with `firsttoken tenants delete {both[0]}`"
             )
 
     async def _repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: float) -> None:

@@ -5,6 +5,7 @@ Tenants of the configuration file are shown and not changed. A name is either th
 
 from typing import Any
 
+from advanced_alchemy.exceptions import DuplicateKeyError
 from advanced_alchemy.repository import SQLAlchemyAsyncRepository
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
@@ -39,7 +40,7 @@ class TenantService:
     async def list_tenants(self) -> list[TenantInfo]:
         """All tenants by name."""
         async with self._database.session() as session:
-            rows = await TenantRepository(session=session).list()
+            rows = (await session.scalars(select(TenantRow))).all()
             found = [info_of_row(row) for row in rows]
         found += [info_of_settings(name, tenant) for name, tenant in self._of_file.items()]
         return sorted(found, key=lambda info: info.name)
@@ -63,7 +64,7 @@ class TenantService:
                 self._apply(row, new)
                 await TenantRepository(session=session).add(row)
                 return info_of_row(row)
-        except IntegrityError:
+        except (IntegrityError, DuplicateKeyError):
             raise ConflictError(f"There is a tenant {new.name!r} already.", param="name") from None
 
     async def change(self, name: str, changes: TenantChanges) -> TenantInfo:

@@ -107,13 +107,12 @@ class UsageRecorder:
     ) -> list[UsageDay]:
         """Usage by day, tenant and key; ``until`` is the last day."""
         query = select(UsageRow).order_by(UsageRow.day, UsageRow.tenant, UsageRow.key_name)
-        for value, condition in (
-            (tenant, UsageRow.tenant == tenant),
-            (since, UsageRow.day >= since),
-            (until, UsageRow.day <= until),
-        ):
-            if value is not None:
-                query = query.where(condition)
+        if tenant is not None:
+            query = query.where(UsageRow.tenant == tenant)
+        if since is not None:
+            query = query.where(UsageRow.day >= since)
+        if until is not None:
+            query = query.where(UsageRow.day <= until)
         async with self._database.session() as session:
             rows = (await session.scalars(query)).all()
         return [

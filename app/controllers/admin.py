@@ -1,0 +1,124 @@
+"""``/admin/v1/tenants``: tenants, groups, budgets and keys, for operators."""
+
+from typing import Any
+
+import msgspec
+from litestar import Controller, Response, delete, get, patch, post, put
+
+from app.admin_access import read_admin_body, require_admin
+from app.completion_request import convert_body, decode_object
+from app.counters.periods import PERIODS, Period
+from app.errors import InvalidRequestError
+from app.http_io import GatewayRequest, gateway_of, json_response
+from app.operator_settings import BudgetSettings
+from app.storage.records import NewKey, NewTenant, Rotation, TenantChanges
+
+
+class AdminTenantsController(Controller):
+    """What operators do with tenants. Every change holds at once in this process."""
+
+    path = "/admin/v1/tenants"
+
+    @get("/")
+    async def list_tenants(self, request: GatewayRequest) -> Response[bytes]:
+        """All tenants, those of the configuration file as well."""
+        storage = await require_admin(request)
+        return listing(await storage.tenants.list_tenants())
+
+    @post("/")
+    async def create(self, request: GatewayRequest) -> Response[bytes]:
+        """A new tenant."""
+        storage = await require_admin(request)
+        new = convert_body(decode_object(await read_admin_body(request)), NewTenant)
+        return json_response(await storage.tenants.create(new), status_code=201)
+
+    @get("/{name:str}")
+    async def show(self, request: GatewayRequest, name: str) -> Response[bytes]:
+        """One tenant."""
+        storage = await require_admin(request)
+        return json_response(await storage.tenants.get(name))
+
+    @patch("/{name:str}")
+    async def change(self, request: GatewayRequest, name: str) -> Response[bytes]:
+        """Sets the fields of the body."""
+        storage = await require_admin(request)
+        changes = convert_body(decode_object(await read_admin_body(request)), TenantChanges)
+        return changed(request, await storage.tenants.change(name, changes))
+
+    @delete("/{name:str}", status_code=200)
+    async def remove(self, request: GatewayRequest, name: str) -> Response[bytes]:
+        """Removes a tenant and its keys."""
+        storage = await require_admin(request)
+        await storage.tenants.delete(name)
+        return changed(request, {"name": name, "deleted": True})
+
+    @put("/{name:str}/budgets/{period:str}")
+    async def set_budget(self, request: GatewayRequest, name: str, period: str) -> Response[bytes]:
+        """Sets the budget of a period."""
+        storage = await require_admin(request)
+        fields = {**decode_object(await read_admin_body(request)), "period": _period(period)}
+        return changed(request, await storage.tenants.set_budget(name, convert_body(fields, BudgetSettings)))
+
+    @delete("/{name:str}/budgets/{period:str}", status_code=200)
+    async def remove_budget(self, request: GatewayRequest, name: str, period: str) -> Response[bytes]:
+        """Lifts the budget of a period."""
+        storage = await require_admin(request)
+        return changed(request, await storage.tenants.remove_budget(name, _period(period)))
+
+    @put("/{name:str}/groups/{group:str}")
+    async def add_group(self, request: GatewayRequest, name: str, group: str) -> Response[bytes]:
+        """Adds a group."""
+        storage = await require_admin(request)
+        checked = convert_body({"name": group}, NewKey).name
+        return changed(request, await storage.tenants.add_group(name, checked))
+
+    @delete("/{name:str}/groups/{group:str}", status_code=200)
+    async def remove_group(self, request: GatewayRequest, name: str, group: str) -> Response[bytes]:
+        """Removes a group, from its keys as well."""
+        storage = await require_admin(request)
+        return changed(request, await storage.tenants.remove_group(name, group))
+
+    @get("/{name:str}/keys")
+    async def list_keys(self, request: GatewayRequest, name: str) -> Response[bytes]:
+        """The tenant's keys, without their secrets."""
+        storage = await require_admin(request)
+        return listing(await storage.keys.list_keys(name))
+
+    @post("/{name:str}/keys")
+    async def create_key(self, request: GatewayRequest, name: str) -> Response[bytes]:
+        """A new key; the answer is the only place where it is ever shown."""
+        storage = await require_admin(request)
+        new = convert_body(decode_object(await read_admin_body(request)), NewKey)
+        return changed(request, await storage.keys.create(name, new), status_code=201)
+
+    @post("/{name:str}/keys/{key:str}/rotate")
+    async def rotate_key(self, request: GatewayRequest, name: str, key: str) -> Response[bytes]:
+        """A new key in place of an old one, which works until the overlap ends."""
+        storage = await require_admin(request)
+        rotation = convert_body(decode_object(await read_admin_body(request) or b"{}"), Rotation)
+        return changed(request, await storage.keys.rotate(name, key, rotation), status_code=201)
+
+    @delete("/{name:str}/keys/{key:str}", status_code=200)
+    async def revoke_key(self, request: GatewayRequest, name: str, key: str) -> Response[bytes]:
+        """Ends a key by its id, or all keys of a name."""
+        storage = await require_admin(request)
+        revoked = await storage.keys.revoke(name, key)
+        gateway_of(request).directory.forget()
+        return listing(revoked)
+
+
+def listing(entries: list[Any]) -> Response[bytes]:
+    """OpenAI's shape of a list."""
+    return json_response({"object": "list", "data": msgspec.to_builtins(entries)})
+
+
+def changed(request: GatewayRequest, content: Any, *, status_code: int = 200) -> Response[bytes]:
+    """The answer to a change, which this process's next request sees."""
+    gateway_of(request).directory.forget()
+    return json_response(content, status_code=status_code)
+
+
+def _period(name: str) -> Period:
+    if name not in PERIODS:
+        raise InvalidRequestError(f"Unknown period {name!r}; it must be one of {', '.join(PERIODS)}.", param="period")
+    return name
