@@ -33,78 +33,94 @@ class AdminTenantsController(Controller):
         return json_response(await storage.tenants.create(new), status_code=201)
 
     @get("/{name:str}")
-    async def show(self, request: GatewayRequest, name: str) -> Response[bytes]:
+    async def show(self, request: GatewayRequest) -> Response[bytes]:
         """One tenant."""
+        (name,) = named(request, "name")
         storage = await require_admin(request)
         return json_response(await storage.tenants.get(name))
 
     @patch("/{name:str}")
-    async def change(self, request: GatewayRequest, name: str) -> Response[bytes]:
+    async def change(self, request: GatewayRequest) -> Response[bytes]:
         """Sets the fields of the body."""
+        (name,) = named(request, "name")
         storage = await require_admin(request)
         changes = convert_body(decode_object(await read_admin_body(request)), TenantChanges)
         return changed(request, await storage.tenants.change(name, changes))
 
     @delete("/{name:str}", status_code=200)
-    async def remove(self, request: GatewayRequest, name: str) -> Response[bytes]:
+    async def remove(self, request: GatewayRequest) -> Response[bytes]:
         """Removes a tenant and its keys."""
+        (name,) = named(request, "name")
         storage = await require_admin(request)
         await storage.tenants.delete(name)
         return changed(request, {"name": name, "deleted": True})
 
     @put("/{name:str}/budgets/{period:str}")
-    async def set_budget(self, request: GatewayRequest, name: str, period: str) -> Response[bytes]:
+    async def set_budget(self, request: GatewayRequest) -> Response[bytes]:
         """Sets the budget of a period."""
+        name, period = named(request, "name", "period")
         storage = await require_admin(request)
         fields = {**decode_object(await read_admin_body(request)), "period": _period(period)}
         return changed(request, await storage.tenants.set_budget(name, convert_body(fields, BudgetSettings)))
 
     @delete("/{name:str}/budgets/{period:str}", status_code=200)
-    async def remove_budget(self, request: GatewayRequest, name: str, period: str) -> Response[bytes]:
+    async def remove_budget(self, request: GatewayRequest) -> Response[bytes]:
         """Lifts the budget of a period."""
+        name, period = named(request, "name", "period")
         storage = await require_admin(request)
         return changed(request, await storage.tenants.remove_budget(name, _period(period)))
 
     @put("/{name:str}/groups/{group:str}")
-    async def add_group(self, request: GatewayRequest, name: str, group: str) -> Response[bytes]:
+    async def add_group(self, request: GatewayRequest) -> Response[bytes]:
         """Adds a group."""
+        name, group = named(request, "name", "group")
         storage = await require_admin(request)
         checked = convert_body({"name": group}, NewKey).name
         return changed(request, await storage.tenants.add_group(name, checked))
 
     @delete("/{name:str}/groups/{group:str}", status_code=200)
-    async def remove_group(self, request: GatewayRequest, name: str, group: str) -> Response[bytes]:
+    async def remove_group(self, request: GatewayRequest) -> Response[bytes]:
         """Removes a group, from its keys as well."""
+        name, group = named(request, "name", "group")
         storage = await require_admin(request)
         return changed(request, await storage.tenants.remove_group(name, group))
 
     @get("/{name:str}/keys")
-    async def list_keys(self, request: GatewayRequest, name: str) -> Response[bytes]:
+    async def list_keys(self, request: GatewayRequest) -> Response[bytes]:
         """The tenant's keys, without their secrets."""
+        (name,) = named(request, "name")
         storage = await require_admin(request)
         return listing(await storage.keys.list_keys(name))
 
     @post("/{name:str}/keys")
-    async def create_key(self, request: GatewayRequest, name: str) -> Response[bytes]:
+    async def create_key(self, request: GatewayRequest) -> Response[bytes]:
         """A new key; the answer is the only place where it is ever shown."""
+        (name,) = named(request, "name")
         storage = await require_admin(request)
         new = convert_body(decode_object(await read_admin_body(request)), NewKey)
         return changed(request, await storage.keys.create(name, new), status_code=201)
 
     @post("/{name:str}/keys/{key:str}/rotate")
-    async def rotate_key(self, request: GatewayRequest, name: str, key: str) -> Response[bytes]:
+    async def rotate_key(self, request: GatewayRequest) -> Response[bytes]:
         """A new key in place of an old one, which works until the overlap ends."""
+        name, key = named(request, "name", "key")
         storage = await require_admin(request)
         rotation = convert_body(decode_object(await read_admin_body(request) or b"{}"), Rotation)
         return changed(request, await storage.keys.rotate(name, key, rotation), status_code=201)
 
     @delete("/{name:str}/keys/{key:str}", status_code=200)
-    async def revoke_key(self, request: GatewayRequest, name: str, key: str) -> Response[bytes]:
+    async def revoke_key(self, request: GatewayRequest) -> Response[bytes]:
         """Ends a key by its id, or all keys of a name."""
+        name, key = named(request, "name", "key")
         storage = await require_admin(request)
         revoked = await storage.keys.revoke(name, key)
         gateway_of(request).directory.forget()
         return listing(revoked)
+
+
+def named(request: GatewayRequest, *names: str) -> tuple[str, ...]:
+    """Parts of the address."""
+    return tuple(str(request.path_params[name]) for name in names)
 
 
 def listing(entries: list[Any]) -> Response[bytes]:

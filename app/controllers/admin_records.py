@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from app.admin_access import read_admin_body, require_admin
 from app.completion_request import convert_body, decode_object
-from app.controllers.admin import listing
+from app.controllers.admin import listing, named
 from app.errors import InvalidRequestError
 from app.http_io import GatewayRequest, json_response
 from app.storage.records import Name
@@ -47,8 +47,9 @@ class AdminRecordsController(Controller):
         return listing(await storage.policies.list_versions(request.query_params.get("name")))
 
     @put("/policies/{name:str}")
-    async def put_policy(self, request: GatewayRequest, name: str) -> Response[bytes]:
+    async def put_policy(self, request: GatewayRequest) -> Response[bytes]:
         """A new version, which is used from now on; other gateways take it within ``storage.key_cache_s``."""
+        (name,) = named(request, "name")
         storage = await require_admin(request)
         body = convert_body(decode_object(await read_admin_body(request)), PolicyBody)
         return json_response(
@@ -56,8 +57,9 @@ class AdminRecordsController(Controller):
         )
 
     @post("/policies/{name:str}/activate", status_code=200)
-    async def activate_policy(self, request: GatewayRequest, name: str) -> Response[bytes]:
+    async def activate_policy(self, request: GatewayRequest) -> Response[bytes]:
         """Takes an older version up again."""
+        (name,) = named(request, "name")
         storage = await require_admin(request)
         body = convert_body(decode_object(await read_admin_body(request)), ActivateBody)
         return json_response(await storage.policies.activate(name, body.version))
