@@ -207,10 +207,11 @@ class KVCacheManager:
         table.append(new_blocks)
         if is_new:
             self._promise(sequence, table, computed.num_blocks)
+            if not computed.received:  # what has come, if anything, is in the pool already
+                self.received_blocks.forget(sequence.request_id)
             received_into = new_blocks[len(computed.tier) :]
             for hashed, block in zip(computed.received, received_into, strict=False):
                 self.received_blocks.receive(sequence.request_id, hashed, block.block_id)
-            self.received_blocks.forget(sequence.request_id)
         if self.second_tier is not None:
             for hashed, block in zip(computed.tier, new_blocks, strict=False):
                 self.second_tier.load(hashed, block.block_id)
@@ -238,11 +239,13 @@ class KVCacheManager:
 
     def end_step(self) -> None:
         """The step with the taken transfers has been executed."""
+        self.received_blocks.end_step()
         if self.second_tier is not None:
             self.second_tier.end_step()
 
     def fail_step(self, transfers: Iterable[KVTransfer]) -> None:
         """The step with these stores and loads broke off; nothing that they should have copied is believed."""
+        self.received_blocks.end_step()
         if self.second_tier is not None:
             self.second_tier.fail_step(transfers)
 
@@ -256,8 +259,6 @@ class KVCacheManager:
                 self.second_tier.cancel_loads(table.block_ids)
             self.received_blocks.cancel_receives(table.block_ids)
             self.block_pool.free_blocks(reversed(table.blocks))
-        else:
-            self.received_blocks.forget(sequence.request_id)
 
     @property
     def num_leased_blocks(self) -> int:

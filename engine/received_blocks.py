@@ -2,8 +2,8 @@
 
 While blocks are on the way nothing of the pool is taken for them. When they have come they lie here, by request; at
 admission the sequence gets fresh blocks, and the step that computes its first tokens copies into them what lies here,
-as it does for the second tier. So a sequence that waits cannot keep blocks from one that runs, and one that ends
-while it waits leaves nothing behind but this entry, which ``forget`` drops.
+as it does for the second tier. One that is preempted before that step finds it again. So a sequence that waits cannot
+keep blocks from one that runs, and one that ends leaves nothing behind but this entry, which ``forget`` drops.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,9 @@ class ReceivedBlocks:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._receives: list[KVReceive] = []
+        self._receives: list[tuple[str, KVReceive]] = []
+        self._taken: set[str] = set()
+        """Requests whose blocks are copied by the step that is being executed."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +67,7 @@ class ReceivedBlocks:
 
     def receive(self, request_id: str, hashed: HashedBlock, block_id: int) -> None:
         """Copy one of them into a block in the next step."""
-        self._receives.append(KVReceive(block_id, self._entries[request_id].blocks[hashed.hash]))
+        self._receives.append((request_id, KVReceive(block_id, self._entries[request_id].blocks[hashed.hash])))
 
     def forget(self, request_id: str) -> None:
         """Drop what lies here for a sequence, if anything."""
@@ -75,9 +77,16 @@ class ReceivedBlocks:
         """Blocks that were given back before the step need no content."""
         if self._receives:
             gone = set(block_ids)
-            self._receives = [receive for receive in self._receives if receive.block_id not in gone]
+            self._receives = [entry for entry in self._receives if entry[1].block_id not in gone]
 
     def take_receives(self) -> list[KVReceive]:
         """Copies of the next step; the caller executes them."""
-        receives, self._receives = self._receives, []
-        return receives
+        entries, self._receives = self._receives, []
+        self._taken.update(request_id for request_id, _ in entries)
+        return [receive for _, receive in entries]
+
+    def end_step(self) -> None:
+        """The copies that were taken have been made, or are not to be tried again."""
+        for request_id in self._taken:
+            self.forget(request_id)
+        self._taken.clear()

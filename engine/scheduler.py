@@ -138,6 +138,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         self.kv_cache_manager.free(sequence)
+        self.kv_cache_manager.received_blocks.forget(sequence.request_id)
         self.accounts.leave(sequence.tenant_id)
         del self._sequences[sequence.request_id]
         self._finished_request_ids.append(sequence.request_id)
