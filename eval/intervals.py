@@ -164,11 +164,11 @@ def num_needed(differences: Sequence[float]) -> int | None:
 def detectable(differences: Sequence[float]) -> float:
     """The difference that so many pairs find at 5 % with a power of 80 %, given how much the pairs scatter.
 
-    Where no pair differs, the largest share of differing pairs that chance hides from so many (at 95 %): a hundred
-    equal pairs still leave room for three in a hundred.
+    Where all pairs differ by the same, or none does, the largest share of other pairs that chance hides from so many
+    (at 95 %): a hundred equal pairs still leave room for three in a hundred.
     """
     array = _checked(differences)
-    if not array.any():
+    if array.std() == 0.0:
         return 1.0 - float((1.0 - CONFIDENCE) ** (1.0 / array.size))
     return float((_Z + _Z_POWER) * array.std() / math.sqrt(array.size))
 
