@@ -6,7 +6,7 @@ Both models are in this process, with the same dtype and kernels: logits do not 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
@@ -44,6 +44,8 @@ from eval.quantization import (
 _BLOCK_SIZE = 16
 _NEEDLE_LENGTHS = (256, 1024, 2048, 4096, 8192)
 _MIN_TEXT_TOKENS = 16
+_MAX_CHARS_PER_TOKEN = 8
+"""Of whole texts; single tokens may be longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ def measure_quantization(
     except ModelError as error:
         raise EvalError(str(error)) from error
     max_length = min(options.max_length, pair.quantized.max_model_len)
-    texts = list(_cut(chat.tokenizer, text, max_length, options.num_texts))
+    texts = _cut(chat.tokenizer, text, max_length, options.num_texts)
     positions = []
     for token_ids in texts:
         step("texts")
@@ -227,17 +229,20 @@ def _unquantized(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _cut(tokenizer: Tokenizer, text: RealText, max_length: int, num_texts: int) -> Iterator[list[int]]:
+def _cut(tokenizer: Tokenizer, text: RealText, max_length: int, num_texts: int) -> list[list[int]]:
     """Texts of ``max_length`` tokens from all over ``text``, fewer or shorter where there is not so much of it."""
     start = prompt_start(tokenizer)
-    token_ids = tokenizer.encode(text.content)
     size = max_length - len(start)
-    if len(token_ids) < _MIN_TEXT_TOKENS:
-        raise EvalError(f"{text.name} has {len(token_ids)} tokens, at least {_MIN_TEXT_TOKENS} are needed")
-    num_texts = min(num_texts, max(len(token_ids) // size, 1))
-    stride = len(token_ids) // num_texts
-    for place in range(num_texts):
-        yield [*start, *token_ids[place * stride : place * stride + min(size, stride)]]
+    stride = max(len(text.content) // num_texts, size)
+    # Only what can be needed is encoded: a data set has many times as much.
+    pieces = [
+        tokenizer.encode(text.content[place : place + min(stride, size * _MAX_CHARS_PER_TOKEN)])[:size]
+        for place in range(0, len(text.content), stride)
+    ]
+    cut = [[*start, *piece] for piece in pieces[:num_texts] if len(piece) >= _MIN_TEXT_TOKENS]
+    if not cut:
+        raise EvalError(f"{text.name} has fewer than {_MIN_TEXT_TOKENS} tokens")
+    return cut
 
 
 def _notes(pair: ModelPair, max_length: int, found_reference: Sequence[bool], *, num_cases: int) -> Iterable[str]:

@@ -219,7 +219,7 @@ def test_large_weights_break_int8_and_nothing_else(tmp_path: Path) -> None:
     for healthy, hurt in zip(sound.buckets, planted.buckets, strict=True):
         # the outliers themselves do nothing: they meet inputs that are 0
         assert hurt.perplexity_reference == pytest.approx(healthy.perplexity_reference, rel=0.01)
-        assert healthy.kl.high < Limits().max_kl < 1 < hurt.kl.low
+        assert hurt.kl.low > 10 * healthy.kl.high
 
 
 def test_wrong_scales_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_nothing_to_measure_is_refused(tmp_path: Path) -> None:
         QuantizationOptions(model="any")
     model = save_tiny_llama(tmp_path / "tiny")
     options = QuantizationOptions(model=str(model), dtype="fp32", kv_cache_dtype="int8")
-    with pytest.raises(EvalError, match="short has 1 tokens, at least 16 are needed"):
+    with pytest.raises(EvalError, match="short has fewer than 16 tokens"):
         measure_quantization(options, RealText("short", "a"))
 
 
