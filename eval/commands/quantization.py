@@ -51,7 +51,7 @@ def parse_limits(ctx: click.Context, param: click.Parameter, value: tuple[str, .
 )
 @click.option("--text", "text_file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Real text.")
 @click.option("--data", type=click.Path(path_type=Path, exists=True), help="Cases for task recall, and real text.")
-@click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Cases used.")
+@click.option("--limit", type=click.IntRange(min=1), default=30, show_default=True, help="Cases used.")
 @click.option("--gate", "limits", multiple=True, callback=parse_limits, metavar="NAME=VALUE", help="Another limit.")
 @click.option("--threads", "num_threads", type=click.IntRange(min=1), help="Of torch; by default one per core.")
 @click.option("--seed", type=int, default=0, show_default=True)
