@@ -276,7 +276,7 @@ def test_a_client_that_leaves_frees_its_sequence(gateway: RunningGateway, http: 
 
 
 def test_requests_at_the_same_time_get_their_own_answers(client: openai.OpenAI) -> None:
-    countries = {"France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Japan": "Tokyo"}
+    countries = {"France": "Paris", "Germany": "Berlin", "China": "Beijing", "Japan": "Tokyo"}
 
     def ask(country: str) -> str:
         answer = client.chat.completions.create(
