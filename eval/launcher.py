@@ -18,6 +18,8 @@ import httpx
 
 from eval.errors import LaunchError
 
+NO_STORAGE = {"FIRSTTOKEN__STORAGE__ENABLED": "false"}
+"""A run must neither read nor fill the operator's database."""
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 20.0
@@ -45,7 +47,8 @@ def started_gateway(
     gateway's log.
     """
     port = _free_port()
-    environment = os.environ | dict(settings or {}) | {"FIRSTTOKEN_HOST": HOST, "FIRSTTOKEN_PORT": str(port)}
+    environment = os.environ | NO_STORAGE | dict(settings or {})
+    environment |= {"FIRSTTOKEN_HOST": HOST, "FIRSTTOKEN_PORT": str(port)}
     if config is not None:
         environment["FIRSTTOKEN_CONFIG"] = str(config.resolve())
     elif example:
