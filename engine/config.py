@@ -7,7 +7,7 @@ import msgspec
 DType = Literal["auto", "fp32", "bf16", "fp16"]
 QuantizationName = Literal["none", "int8", "fp8"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
-AttentionBackendName = Literal["auto", "native", "tiled", "sdpa", "reference"]
+AttentionBackendName = Literal["auto", "flash", "triton", "native", "tiled", "sdpa", "reference"]
 PolicyName = Literal["token_budget", "fixed_count", "length_bucket"]
 KVRole = Literal["both", "prefill", "decode"]
 TransferFailurePolicy = Literal["fail", "recompute"]

@@ -9,6 +9,7 @@ import torch
 
 from engine.config import DType, EngineConfig
 from engine.cpu_runtime import configure_cpu_runtime
+from engine.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
 from engine.disaggregation.block_memory import TensorBlockMemory
 from engine.errors import ModelError
 from engine.grammar import GrammarCompiler
@@ -23,7 +24,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler_output import ModelRunnerOutput, ScheduledSequence, SchedulerOutput
 from engine.second_tier_memory import SecondTierMemory
 from engine.weights import open_checkpoint, weights_digest
-from kernels.attention import AttentionBackend, get_attention_backend
+from kernels.attention import AttentionBackend, AttentionMetadata, get_attention_backend
 from kernels.attention.quantized import QuantizedKVAttention
 from kernels.capabilities import default_dtype
 
@@ -118,6 +119,10 @@ class ModelRunner:
             quantization=config.model.quantization,
             kv_cache_dtype=self._kv_cache_dtype,
         )
+        self._graphs: DecodeGraphs | None = None
+        """Recorded decode steps, on GPUs and with kernels that can be replayed."""
+        if self.device.type == "cuda" and getattr(self._attention, "is_replayable", False):
+            self._graphs = self.make_decode_graphs(CudaRecorder(), max_num_seqs=config.scheduler.max_num_seqs)
         self._warm_up()
 
     def _find_attention(self, name: str) -> AttentionBackend:
@@ -143,7 +148,10 @@ class ModelRunner:
         batch = InputBatch.from_scheduler_output(
             scheduler_output, block_size=self.kv_cache.block_size, device=self.device
         )
-        logits = self._model.compute_logits(self._forward(batch, self.kv_cache, batch.output_rows))
+        if self._graphs is not None and self._graphs.can_run(batch):
+            logits = self._graphs.run(batch)
+        else:
+            logits = self._model.compute_logits(self._forward(batch, self.kv_cache, batch.output_rows))
         if not batch.sampled:
             return ModelRunnerOutput(sampled={})
         # A sum is finite only if all its terms are, and costs a hundredth of asking each of them.
@@ -205,6 +213,25 @@ class ModelRunner:
             kv_cache_dtype=self._kv_cache_dtype,
         )
         return self._forward(batch, scratch, torch.tensor(rows, dtype=torch.int64, device=self.device))
+
+    def make_decode_graphs(self, recorder: Recorder, *, max_num_seqs: int) -> DecodeGraphs:
+        """Replays of steps of up to ``max_num_seqs`` decodes over this runner's cache; see ``DecodeGraphs``."""
+
+        def forward(
+            token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, rows: torch.Tensor
+        ) -> torch.Tensor:
+            return self._model.compute_logits(self._model.forward(token_ids, positions, self.kv_cache, metadata, rows))
+
+        return DecodeGraphs(
+            forward,
+            self._attention,
+            recorder,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.kv_cache.block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def _forward(self, batch: InputBatch, kv_cache: KVCache, output_rows: torch.Tensor) -> torch.Tensor:
         """Hidden states of ``output_rows``: (num_output_rows, hidden_size)."""

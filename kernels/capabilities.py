@@ -3,10 +3,12 @@
 import functools
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from kernels.native.build import find_compiler
+from kernels.triton_kernels.runtime import has_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,9 @@ class Capabilities:
     has_compiler: bool
     """There is a C++ compiler, so that the native CPU kernels can be built."""
     has_triton: bool
-    has_flash_attn: bool
+    """The package is there; whether it runs on a device, ``has_triton_for`` says."""
+    flash_attn_version: int | None
+    """2, 3 or 4: the newest flash-attn package for this GPU, none without one."""
 
 
 @functools.cache
@@ -29,8 +33,8 @@ def probe_capabilities() -> Capabilities:
         has_cuda=torch.cuda.is_available(),
         has_cpu_bf16=_has_cpu_bf16(),
         has_compiler=find_compiler() is not None,
-        has_triton=importlib.util.find_spec("triton") is not None,
-        has_flash_attn=importlib.util.find_spec("flash_attn") is not None,
+        has_triton=has_triton(),
+        flash_attn_version=_flash_attn_version(),
     )
 
 
@@ -38,6 +42,21 @@ def _has_cpu_bf16() -> bool:
     """Older torch has no public question for it, so ask the private ones where they exist."""
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(probe()) for name in probes if (probe := getattr(torch.cpu, name, None)) is not None)
+
+
+def _flash_attn_version() -> int | None:
+    """By the modules that the packages install: version 3 has one of its own, 4 is a subpackage of version 2's."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    major = torch.cuda.get_device_capability()[0]
+    package = importlib.util.find_spec("flash_attn")
+    folders = [] if package is None else list(package.submodule_search_locations or [])
+    if major == 9 and importlib.util.find_spec("flash_attn_interface") is not None:
+        return 3
+    if major in (9, 10) and any((Path(folder) / "cute").is_dir() for folder in folders):
+        return 4
+    # the parent of version 4 alone has no compiled kernels
+    return 2 if major >= 8 and folders and importlib.util.find_spec("flash_attn_2_cuda") is not None else None
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -1,6 +1,6 @@
 """``y = x W^T + b`` with weights laid out once for the processor.
 
-Four layouts, each read by one implementation only:
+Five layouts, each read by one implementation only:
 
 - ``native``: bf16 pairs for our own kernel, on processors that multiply them by AVX-512 and have no matrix unit (AMX).
   As fast as oneDNN for hundreds of tokens; for one or a few, as in decoding, it takes half to two thirds of the time.
@@ -8,6 +8,7 @@ Four layouts, each read by one implementation only:
   takes another library. For SmolLM2's output projection and one token, a packed matrix takes half the time in bf16 and
   40 % of it in fp32; for 1,024 tokens in fp32 40 %, in bf16 94 %.
 - ``fp8``: weights as 8-bit floats, see ``kernels.fp8_linear``; saves memory only.
+- ``int8`` and ``fp8`` on GPUs, both sides on grids, see ``kernels.triton_kernels.quantized_linear``.
 - ``int8``: weights rounded to a grid per output channel, inputs per row as they come. Half the memory and up to twice
   the speed of bf16, for a loss that has to be measured on the model: only where ``quantization="int8"`` asks for it.
 """
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 
 from kernels.fp8_linear import Fp8Weight, linear_fp8, pack_fp8
 from kernels.native.library import LinearArgs, NativeKernels, PackArgs, dtype_code, kernels_for
+from kernels.quantized_weight import QuantizedWeight
+from kernels.triton_kernels.runtime import uses_triton
 
 # Rows of the input that oneDNN's layout is made for; measured, it serves 1 to 2,048 rows alike.
 _PACK_ROWS = 512
@@ -45,7 +48,7 @@ class PackedWeight:
     """(padded out_features,), int32, int8 only: sum of each channel's weights."""
 
 
-Weight = torch.Tensor | PackedWeight | Fp8Weight
+Weight = torch.Tensor | PackedWeight | Fp8Weight | QuantizedWeight
 """What ``linear`` takes: a plain matrix, or one from ``pack_weight``."""
 
 
@@ -67,10 +70,15 @@ def pack_weight(weight: torch.Tensor, quantization: Quantization = "none") -> We
         quantization: ``int8`` and ``fp8`` round the weights, see above.
 
     Raises:
-        ValueError: ``int8`` without the native kernels, or for another dtype than fp32 and bf16; ``fp8`` where torch
-            has no such dtype.
+        ValueError: ``int8`` without native or Triton kernels, or for another dtype than fp32 and bf16; ``fp8``
+            where torch has no such dtype.
     """
     assert weight.dim() == 2, f"weight must be a matrix, got {tuple(weight.shape)}"
+    if quantization != "none" and uses_triton(weight):
+        from kernels.triton_kernels import quantized_linear
+
+        if quantized_linear.can_quantize(quantization, weight.device):
+            return quantized_linear.quantize_weight(weight, quantization)
     if quantization == "fp8":
         return pack_fp8(weight)
     kernels = kernels_for(weight)
@@ -104,6 +112,10 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         return y
     if isinstance(weight, Fp8Weight):
         return linear_fp8(x, weight, bias)
+    if isinstance(weight, QuantizedWeight):
+        from kernels.triton_kernels.quantized_linear import quantized_linear
+
+        return quantized_linear(x, weight, bias)
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -121,6 +133,10 @@ def linear_add_(
     Returns:
         ``residual``.
     """
+    if isinstance(weight, QuantizedWeight) and residual.is_contiguous():
+        from kernels.triton_kernels.quantized_linear import quantized_linear
+
+        return quantized_linear(x, weight, bias, addend=residual)
     if not isinstance(weight, PackedWeight) or not residual.is_contiguous():
         residual += linear(x, weight, bias)
         return residual

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.native.library import NativeKernels, RmsNormArgs, dtype_code, kernels_for
+from kernels.triton_kernels.runtime import uses_triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -19,6 +20,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     assert weight.shape == x.shape[-1:], f"weight {tuple(weight.shape)} does not fit rows of {x.shape[-1]}"
     assert weight.dtype == x.dtype, f"weight is {weight.dtype}, x is {x.dtype}"
+    if uses_triton(x):
+        from kernels.triton_kernels import rms_norm as triton_rms_norm
+
+        if triton_rms_norm.can_rms_norm(x):
+            return triton_rms_norm.rms_norm(x, None, weight.contiguous(), eps)
     kernels = kernels_for(x)
     if kernels is None or not (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)):
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -38,6 +44,11 @@ def add_rms_norm_(residual: torch.Tensor, delta: torch.Tensor, weight: torch.Ten
     """
     assert residual.shape == delta.shape, f"residual {tuple(residual.shape)}, delta {tuple(delta.shape)}"
     assert residual.dtype == delta.dtype, f"residual is {residual.dtype}, delta is {delta.dtype}"
+    if uses_triton(residual) and residual.dim() == 2 and delta.stride(1) == 1:
+        from kernels.triton_kernels import rms_norm as triton_rms_norm
+
+        if triton_rms_norm.can_rms_norm(residual):
+            return triton_rms_norm.rms_norm(residual, delta, weight.contiguous(), eps)
     kernels = kernels_for(residual)
     if kernels is None or residual.dim() != 2 or residual.stride(1) != 1 or delta.stride(1) != 1:
         residual += delta

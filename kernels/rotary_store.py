@@ -6,6 +6,7 @@ from kernels.kv_quantization import is_quantized_kv, store_quantized_kv
 from kernels.native.library import RotaryStoreArgs, dtype_code, kernels_for
 from kernels.rotary import RotaryTables, rotary, rotary_ref
 from kernels.store_kv import store_kv, store_kv_ref
+from kernels.triton_kernels.runtime import uses_triton
 
 
 def rotary_store(
@@ -24,7 +25,8 @@ def rotary_store(
         tables: of the same tokens, in the dtype of ``q``.
         kv_cache: (2, num_blocks, block_size, num_kv_heads, head_dim), contiguous; see ``store_kv``, or for one of 8
             bits ``store_quantized_kv``.
-        slot_mapping: (num_tokens,), int64, contiguous.
+        slot_mapping: (num_tokens,), int64, contiguous. The Triton kernel stores nothing for a negative slot, as in the
+            empty rows of a recorded step.
 
     Returns:
         The turned queries and keys, shapes as given.
@@ -33,9 +35,9 @@ def rotary_store(
         q, k = rotary(q, tables), rotary(k, tables)
         store_quantized_kv(k, v, kv_cache, slot_mapping)
         return q, k
-    kernels = kernels_for(q)
+    is_triton, kernels = uses_triton(q), kernels_for(q)
     is_dense = q.stride(2) == k.stride(2) == v.stride(2) == 1
-    if kernels is None or not is_dense or q.shape[2] % 2:
+    if (kernels is None and not is_triton) or not is_dense or q.shape[2] % 2:
         q, k = rotary(q, tables), rotary(k, tables)
         store_kv(k, v, kv_cache, slot_mapping)
         return q, k
@@ -50,6 +52,12 @@ def rotary_store(
         f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}, the cache is {kv_cache.dtype}"
     )
     assert tables.half_cos.shape == (num_tokens, head_dim // 2), f"tables {tuple(tables.half_cos.shape)}"
+    if is_triton:
+        from kernels.triton_kernels import rotary_store as triton_rotary_store
+
+        triton_rotary_store.rotary_store(q, k, v, tables.half_cos, tables.half_sin, kv_cache, slot_mapping)
+        return q, k
+    assert kernels is not None
     keys, values = kv_cache[0], kv_cache[1]
     arguments = RotaryStoreArgs(
         q=q.data_ptr(),

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.native.library import SiluMulArgs, dtype_code, kernels_for
+from kernels.triton_kernels.runtime import uses_triton
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -16,6 +17,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         (num_tokens, intermediate), dtype of ``gate_up``.
     """
     assert gate_up.shape[-1] % 2 == 0, f"gate and up need an even width, got {gate_up.shape[-1]}"
+    if uses_triton(gate_up) and gate_up.dim() == 2 and gate_up.stride(1) == 1:
+        from kernels.triton_kernels import silu_mul as triton_silu_mul
+
+        return triton_silu_mul.silu_mul(gate_up)
     kernels = kernels_for(gate_up)
     if kernels is None or gate_up.dim() != 2 or gate_up.stride(1) != 1:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -8,6 +8,9 @@ from kernels.attention.native import NativeAttention
 from kernels.native.build import NativeBuildError, find_compiler
 from kernels.native.library import NativeKernels, load_kernels
 
+# The others have tests of their own: GPUs, or an interpreter that is too slow for all of these.
+CPU_BACKENDS = ("reference", "sdpa", "tiled", "native")
+
 
 def get_kernels(isa: str | None = None) -> NativeKernels:
     """The native kernels of ``isa``; skips the test where the machine cannot build or run them."""

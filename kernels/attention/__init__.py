@@ -1,15 +1,20 @@
 """Attention backends: ``get_attention_backend`` picks one by what the machine can do, or by name."""
 
+import logging
+
 import torch
 
 from kernels.attention.base import AttentionBackend, AttentionMetadata
 from kernels.capabilities import probe_capabilities
 from kernels.native.build import NativeBuildError
 from kernels.native.library import NATIVE_DTYPES, NativeKernels, load_kernels, native_kernels
+from kernels.triton_kernels.runtime import TRITON_DTYPES, has_triton_for
 
 __all__ = ("ATTENTION_BACKENDS", "AttentionBackend", "AttentionMetadata", "get_attention_backend")
 
-ATTENTION_BACKENDS = ("reference", "sdpa", "tiled", "native")
+logger = logging.getLogger(__name__)
+
+ATTENTION_BACKENDS = ("reference", "sdpa", "tiled", "native", "triton", "flash")
 
 
 def get_attention_backend(
@@ -22,7 +27,18 @@ def get_attention_backend(
     """
     device = torch.device(device)
     if name is None:
-        name = _default_backend(device, dtype)
+        return _default_backend(device, dtype)
+    if name == "flash":
+        return _flash_backend(device, dtype)
+    if name == "triton":
+        if not has_triton_for(device) or dtype not in TRITON_DTYPES:
+            raise ValueError(
+                f"triton attention computes fp32, bf16 and fp16 on a GPU that Triton compiles for, not {dtype} on "
+                f"{device.type}; on a CPU it needs TRITON_INTERPRET=1"
+            )
+        from kernels.attention.triton import TritonAttention
+
+        return TritonAttention()
     if name == "native":
         from kernels.attention.native import NativeAttention
 
@@ -42,11 +58,34 @@ def get_attention_backend(
     raise ValueError(f"unknown attention backend {name!r}; there are {', '.join(ATTENTION_BACKENDS)}")
 
 
-def _default_backend(device: torch.device, dtype: torch.dtype) -> str:
+def _default_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """On a GPU flash, triton, sdpa; on a CPU native, tiled, sdpa: the first that can."""
+    if device.type == "cuda":
+        try:
+            return _flash_backend(device, dtype)
+        except ValueError as error:
+            logger.info("no flash attention: %s", error)
+        return get_attention_backend("triton" if has_triton_for(device) else "sdpa", device=device, dtype=dtype)
     if device.type == "cpu" and dtype in NATIVE_DTYPES and native_kernels() is not None:
-        return "native"
+        return get_attention_backend("native", device=device, dtype=dtype)
     is_native_bf16 = device.type == "cpu" and dtype == torch.bfloat16 and probe_capabilities().has_cpu_bf16
-    return "tiled" if is_native_bf16 else "sdpa"
+    return get_attention_backend("tiled" if is_native_bf16 else "sdpa", device=device, dtype=dtype)
+
+
+def _flash_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    from kernels.attention.flash import FLASH_DTYPES, FlashAttention, load_flash_package
+
+    version = probe_capabilities().flash_attn_version
+    if device.type != "cuda" or dtype not in FLASH_DTYPES:
+        raise ValueError(f"flash attention computes bf16 and fp16 on a GPU, not {dtype} on {device.type}")
+    if version is None:
+        raise ValueError("there is no flash-attn package for this GPU")
+    try:
+        package = load_flash_package(version)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"flash-attn {version} cannot be imported: {error}") from error
+    name = "triton" if has_triton_for(device) else "sdpa"
+    return FlashAttention(package, get_attention_backend(name, device=device, dtype=dtype))
 
 
 def _native_kernels(device: torch.device, dtype: torch.dtype) -> NativeKernels:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from factories_kernels import get_backend
+from factories_kernels import CPU_BACKENDS, get_backend
 from factories_model import AttentionCase
 
-from kernels.attention import ATTENTION_BACKENDS, AttentionMetadata, get_attention_backend, sdpa
+from kernels.attention import AttentionMetadata, get_attention_backend, sdpa
 from kernels.attention.reference import attention_ref
 from kernels.capabilities import probe_capabilities
 from kernels.native.library import native_kernels
@@ -56,7 +56,7 @@ def _plain_torch(case: AttentionCase) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (9, 3), (8, 1)], ids=lambda heads: f"{heads[0]}q{heads[1]}kv")
 def test_backend_agrees_with_the_reference_in_fp32(backend: str, batch: str, heads: tuple[int, int]) -> None:
@@ -68,7 +68,7 @@ def test_backend_agrees_with_the_reference_in_fp32(backend: str, batch: str, hea
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
     ("window", "softcap"), [(1, None), (16, None), (37, None), (200, None), (5000, None), (None, 2.0), (37, 2.0)]
@@ -93,7 +93,7 @@ def test_reference_sees_no_key_before_the_window() -> None:
     assert not torch.allclose(attention_ref(case.q, case.kv_cache, case.metadata, case.scale, window=8), expected)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("magnitude", [1.0, 3.0])
@@ -109,7 +109,7 @@ def test_backend_errs_at_most_twice_as_much_as_plain_torch(
     assert _error(actual, expected) <= 2 * _error(_plain_torch(case), expected) + 1e-3 * magnitude
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize(("head_dim", "block_size"), [(32, 1), (80, 8), (128, 64)])
 def test_backend_takes_other_head_and_block_sizes(backend: str, head_dim: int, block_size: int) -> None:
     case = AttentionCase(*MIXED, head_dim=head_dim, block_size=block_size)
