@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,9 +38,12 @@ def gateway(
     )
     assert process.stdin is not None
     assert process.stdout is not None
+    drain = threading.Thread(target=process.stdout.read, daemon=True)
     try:
         line = next((text for text in process.stdout if text.startswith("http")), "")
         assert line, "the gateway did not start"
+        # It logs to the same pipe, and would stop where nobody reads what it writes.
+        drain.start()
         with httpx.Client(base_url=line.strip(), timeout=30) as http:
             yield http, process
     finally:
@@ -49,6 +53,8 @@ def gateway(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if drain.is_alive():
+            drain.join(5)
         process.stdout.close()
 
 
