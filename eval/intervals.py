@@ -96,8 +96,8 @@ def two_way_bootstrap(table: NDArray[np.float64], *, seed: int, num_resamples: i
     num_rounds, num_requests = table.shape
     rounds = rng.multinomial(num_rounds, np.full(num_rounds, 1 / num_rounds), num_resamples).astype(np.float64)
     requests = rng.multinomial(num_requests, np.full(num_requests, 1 / num_requests), num_resamples).astype(np.float64)
-    sums = np.einsum("br,rq,bq->b", rounds, values, requests, optimize=True)
-    counts = np.einsum("br,rq,bq->b", rounds, known.astype(np.float64), requests, optimize=True)
+    sums = ((rounds @ values) * requests).sum(axis=1)
+    counts = ((rounds @ known.astype(np.float64)) * requests).sum(axis=1)
     drawn = counts > 0
     tail = (1 - CONFIDENCE) / 2 * 100
     low, high = np.percentile(sums[drawn] / counts[drawn], [tail, 100 - tail])
