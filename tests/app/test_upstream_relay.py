@@ -343,10 +343,9 @@ def test_a_large_request_does_not_hold_up_small_ones(url: str) -> None:
     # Ten megabytes of tokens take a thread seconds to count; meanwhile the event loop answers.
     large = threading.Thread(target=post, args=(url, make_body("word " * 2_000_000, firsttoken={"bypass": True})))
     large.start()
-    answered = 0
-    while large.is_alive() and answered < 20:
+    num_answered_meanwhile = 0
+    while large.is_alive() and num_answered_meanwhile < 20:
         assert post(url, make_body()).status_code == 200
-        answered += 1
-    still_alive = large.is_alive()
+        num_answered_meanwhile += large.is_alive()
     large.join()
-    assert answered >= 3 or still_alive
+    assert num_answered_meanwhile >= 1
