@@ -15,7 +15,7 @@ help: ## list the targets
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "firsttoken needs Python 3.11 or newer; set PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "the venv module is missing: install it (Debian: python3-venv)"; rm -rf $(VENV); exit 1; }
-	@echo "setting up $(VENV): a minute or two, about 2 GB"
+	@echo "setting up $(VENV): a few minutes, about 3 GB"
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $(INSTALLED)
