@@ -99,15 +99,17 @@ def weigh(query: Query, config: RankConfig, *, is_code: bool = False) -> RankCon
 
     Identifiers are written as nobody asks for them; an exact one is still found by BM25 alone.
     """
-    if knows_language(query, config):
-        if is_code:
-            half = config.lexical_weight * CODE_SHARE
-            semantic = config.semantic_weight + config.lexical_weight - half
-            return msgspec.structs.replace(config, lexical_weight=half, semantic_weight=semantic)
+    if not knows_language(query, config):
+        to_words = config.semantic_weight * (1.0 - FOREIGN_SHARE)
+    elif is_code:
+        to_words = -config.lexical_weight * (1.0 - CODE_SHARE)
+    else:
         return config
-    half = config.semantic_weight * FOREIGN_SHARE
-    lexical_weight = config.lexical_weight + config.semantic_weight - half
-    return msgspec.structs.replace(config, semantic_weight=half, lexical_weight=lexical_weight)
+    return msgspec.structs.replace(
+        config,
+        lexical_weight=config.lexical_weight + to_words,
+        semantic_weight=config.semantic_weight - to_words,
+    )
 
 
 def fuse(

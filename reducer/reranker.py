@@ -4,7 +4,6 @@ Optional: it costs a forward pass of both texts for every passage and nothing of
 is known. torch and sentence-transformers are imported when the first one is built, never with this module.
 """
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from reducer.byte_cache import ByteCache
 from reducer.encoder import FloatArray
+from reducer.ordering import prefix_key
 
 _CACHE_BYTES = 4 * 1024 * 1024
 _ENTRY_BYTES = 120  # key, number and dictionary slot
@@ -64,7 +64,7 @@ class CrossEncoderReranker:
 
     def score_in(self, question: str, texts: Sequence[str], scope: str) -> FloatArray:
         """``score`` with cached scores of one scope."""
-        keys = [_key(scope, question, text) for text in texts]
+        keys = [prefix_key(scope, question, text) for text in texts]
         known = {key: cached for key in keys if (cached := self._cache.get(key)) is not None}
         # Sorted, so that neither padding nor rounding follows the order of the request.
         missing = sorted({key: text for key, text in zip(keys, texts, strict=True) if key not in known}.items())
@@ -90,11 +90,3 @@ class _Scoped:
     def score(self, question: str, texts: Sequence[str]) -> FloatArray:
         """Relevance of each text, float32 of shape ``(len(texts),)`` on [0, 1], higher is better."""
         return self._reranker.score_in(question, texts, self._scope)
-
-
-def _key(*parts: str) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        data = part.encode("utf-8", "surrogatepass")
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.digest()
