@@ -4,7 +4,7 @@ The tokens of a step lie flattened, (num_tokens, hidden_size); which sequence a 
 After the attention of the last layer, rows whose logits nobody asked for are dropped: a prompt needs one of them.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -12,28 +12,44 @@ import torch.nn.functional as F
 from engine.cpu_runtime import lazy_zeros
 from engine.kv_cache import KVCache
 from engine.model_spec import ModelSpec
-from engine.models.layers import Linear, WeightSlots, rope_frequencies
+from engine.models.attention import SelfAttention
+from engine.models.layers import GatedMLP, Linear, WeightSlots, rope_frequencies
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.linear import Quantization
 from kernels.rms_norm import rms_norm
 from kernels.rotary import RotaryTables, rotary_tables
 
 
-class DecoderLayer(Protocol):
-    """One layer of a family."""
+class DecoderLayer(ABC):
+    """One layer: attention and MLP; a family says which norms stand around them."""
+
+    __slots__ = ("attention", "eps", "input_norm", "mlp")
+
+    def __init__(
+        self, spec: ModelSpec, index: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.eps = spec.rms_norm_eps
+        self.input_norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.attention = SelfAttention(spec, index, backend, dtype=dtype, device=device)
+        self.mlp = GatedMLP(spec, dtype=dtype, device=device)
 
     @property
     def is_local(self) -> bool:
         """The layer turns by ``spec.local_rope``."""
-        ...
+        return self.attention.is_local
 
     def slots(self, prefix: str) -> WeightSlots:
         """Where the weights of this layer go."""
-        ...
+        return {
+            f"{prefix}.input_layernorm.weight": self.input_norm,
+            **self.attention.slots(f"{prefix}.self_attn"),
+            **self.mlp.slots(f"{prefix}.mlp"),
+        }
 
     def pack(self, quantization: Quantization) -> None:
         """Lay the filled weights out for the processor."""
-        ...
+        self.attention.pack(quantization)
+        self.mlp.pack(quantization)
 
     def __call__(
         self,
@@ -55,21 +71,20 @@ class DecoderLayer(Protocol):
         Returns:
             (num_tokens or num_output_rows, hidden_size).
         """
-        ...
+        attended = self.attention.attend(rms_norm(residual, self.input_norm, self.eps), tables, kv_cache, metadata)
+        if output_rows is not None:
+            residual, attended = residual[output_rows], attended[output_rows]
+        return self.add(residual, self.attention.o(attended))
 
-
-class LayerFactory(Protocol):
-    """Makes the layer ``index`` of a family."""
-
-    def __call__(
-        self, spec: ModelSpec, index: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
-    ) -> DecoderLayer: ...
+    @abstractmethod
+    def add(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Add what attention gave, then the MLP's contribution, both (num_rows, hidden_size), to ``residual``."""
 
 
 class DecoderModel:
     """See ``engine.models.registry.CausalLM``; a family says what its layers are."""
 
-    make_layer: LayerFactory
+    make_layer: type[DecoderLayer]
 
     def __init__(
         self, spec: ModelSpec, attention: AttentionBackend, *, dtype: torch.dtype, device: torch.device
