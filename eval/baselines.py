@@ -131,7 +131,7 @@ class Baselines:
 
     def __init__(self, question: str, pool: Pool, embed: Embed) -> None:
         self._pool = pool
-        texts = [_with_title(chunk) for chunk in pool.chunks]
+        texts = [with_title(chunk) for chunk in pool.chunks]
         sentences = [unit.text for unit in pool.sentences]
         query = embed([question])[0]
         lexical, semantic = by_score(bm25(question, texts)), by_score(_similarity(texts, query, embed))
@@ -156,5 +156,6 @@ def _similarity(texts: Sequence[str], query: NDArray[np.float32], embed: Embed) 
     return np.asarray(embed(texts) @ query, dtype=np.float64) if texts else np.zeros(0)
 
 
-def _with_title(chunk: Chunk) -> str:
+def with_title(chunk: Chunk) -> str:
+    """A chunk as it is ranked: its title, if any, on a line of its own."""
     return f"{chunk.title}\n{chunk.text}" if chunk.title else chunk.text

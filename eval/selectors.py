@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.baselines import Embed, bm25, by_score
+from eval.baselines import Embed, bm25, by_score, with_title
 from eval.prompts import case_documents
 from eval.records import SkippedArm
 from eval.samples import Case, Chunk
@@ -215,4 +215,4 @@ def _cache_folder() -> Path:
 
 
 def _texts(chunks: Sequence[Chunk]) -> list[str]:
-    return [f"{chunk.title}\n{chunk.text}" if chunk.title else chunk.text for chunk in chunks]
+    return [with_title(chunk) for chunk in chunks]

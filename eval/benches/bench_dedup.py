@@ -26,17 +26,18 @@ from rich.table import Table
 
 from engine.chat_template import ChatTokenizer
 from engine.model_store import resolve_model
+from eval.benches.passages import passages_of
 from eval.datasets import Dataset, read_dataset
 from eval.intervals import wilson
 from eval.manifest import Manifest, make_manifest
-from eval.prompts import case_documents, case_messages
+from eval.prompts import case_messages
 from eval.redundancy import RedundancyCounts, redundancy_counts
 from eval.samples import Case
 from eval.scoring import SearchText, answer_score, evidence_score
 from reducer.config import ReducerConfig
 from reducer.encoder import SentenceTransformerEncoder
 from reducer.pipeline import Reducer
-from reducer.prompt import Budget, Caller, Passage, PromptParts
+from reducer.prompt import Budget, Caller, PromptParts
 
 SETS = ("nq-redundant", "xquad-redundant", "cosqa-redundant", "rgb-zh-redundant", "rgb-conflict")
 NO_LIMIT = 1_000_000
@@ -132,7 +133,7 @@ class Bench:
 
     def _merge(self, case: Case) -> dict[str, str]:
         """Chunks that dedup merged, each with its survivor."""
-        passages = tuple(Passage(**document) for document in case_documents(case))
+        passages = passages_of(case)
         parts = PromptParts(messages=tuple(case_messages(case)), passages=passages)
         result = self._reducer.reduce(parts, budget=Budget(NO_LIMIT, "window"), caller=Caller())
         return {

@@ -31,17 +31,18 @@ from rich.table import Table
 from engine.chat_template import ChatTokenizer
 from engine.model_store import resolve_model
 from eval.baselines import Baselines, Kept, make_pool
+from eval.benches.passages import passages_of
 from eval.benches.reduction_times import PEER_SHARE, Peer, Stopwatch, Times
 from eval.datasets import Dataset, read_dataset
 from eval.intervals import compare, percentile
 from eval.manifest import Manifest, make_manifest
-from eval.prompts import case_documents, case_messages
+from eval.prompts import case_messages
 from eval.samples import Case
 from eval.scoring import SearchText, Span, answer_score, evidence_score, has_scored_answer
 from reducer.config import ReducerConfig
 from reducer.encoder import SentenceTransformerEncoder
 from reducer.pipeline import Reducer
-from reducer.prompt import Budget, Caller, Passage, PromptParts
+from reducer.prompt import Budget, Caller, PromptParts
 
 ANSWER_SETS = ("nq", "hotpotqa", "rgb-zh", "xquad", "locomo-rag")
 EVIDENCE_SETS = ("mtrag", "qmsum", "pubmedqa", "cosqa")
@@ -95,11 +96,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     mean_recall: dict[str, float]
     """Per arm, over all sets and budgets."""
     times: Times | None = None
-
-
-def passages_of(case: Case) -> tuple[Passage, ...]:
-    """The case's chunks as the reducer takes them."""
-    return tuple(Passage(**document) for document in case_documents(case))
 
 
 class Bench:

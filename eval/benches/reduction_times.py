@@ -20,14 +20,16 @@ from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.outputs import GenerateRequest
 from engine.sampling_params import SamplingParams
+from eval.baselines import with_title
+from eval.benches.passages import passages_of
 from eval.intervals import percentile
-from eval.prompts import case_documents, case_messages
+from eval.prompts import case_messages
 from eval.samples import Case
 from eval.scoring import SearchText, answer_score
 from reducer.config import ReducerConfig
 from reducer.encoder import SentenceTransformerEncoder
 from reducer.pipeline import Reducer
-from reducer.prompt import Budget, Caller, Passage, PromptParts
+from reducer.prompt import Budget, Caller, PromptParts
 
 PEER_SHARE = 0.10
 
@@ -135,8 +137,7 @@ class Stopwatch:
         )
 
     def _measure(self, case: Case, peer: Peer | None) -> CaseTimes:
-        passages = tuple(Passage(**document) for document in case_documents(case))
-        parts = PromptParts(messages=tuple(case_messages(case)), passages=passages)
+        parts = PromptParts(messages=tuple(case_messages(case)), passages=passages_of(case))
         everything = self._reducer.reduce(parts, budget=Budget(10**6, "window"), caller=Caller(), bypass=True)
         prefill_s = self._prefill(everything.messages)
         self._encoder.cache.clear()
@@ -147,8 +148,7 @@ class Stopwatch:
         _, own = self._reduce(parts, fixed + room)
         found = None
         if peer is not None:
-            texts = [f"{chunk.title}\n{chunk.text}" if chunk.title else chunk.text for chunk in case.chunks]
-            found = peer.compress(case.question, texts, room)
+            found = peer.compress(case.question, [with_title(chunk) for chunk in case.chunks], room)
         return CaseTimes(
             id=case.id,
             prompt_tokens=everything.prompt_tokens,
