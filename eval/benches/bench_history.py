@@ -25,17 +25,34 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from engine.chat_template import ChatTokenizer
 from engine.model_store import resolve_model
-from eval.baselines import bm25, by_score
+from eval.benches.history_arms import (
+    Conversation,
+    Messages,
+    bm25_turns,
+    last_turns,
+    one_selection,
+    oracle_turns,
+    sent_text,
+    share_answered,
+)
+from eval.benches.history_records import (
+    BUDGET,
+    NUM_COMPACTIONS,
+    OURS,
+    Asked,
+    Cell,
+    Compactions,
+    Growth,
+    Result,
+    SetResult,
+    print_result,
+)
 from eval.datasets import Dataset, read_dataset
-from eval.intervals import Estimate, PairedDifference, compare, estimate, percentile
-from eval.manifest import Manifest, make_manifest
-from eval.prompts import case_messages
-from eval.samples import Case, Probe
-from eval.scoring import SearchText, scored_probes
+from eval.intervals import PairedDifference, compare, estimate, percentile
+from eval.manifest import make_manifest
 from reducer.blocks import RECORD_CLOSING, RECORD_OPENING
 from reducer.config import ReducerConfig
 from reducer.encoder import SentenceTransformerEncoder
@@ -45,184 +62,12 @@ from reducer.prompt import Budget, Caller, PromptParts
 from reducer.result import ReductionResult
 from reducer.summary import SummaryCache
 from reducer.template import message_text
-from reducer.turns import Turn, read_turn
+from reducer.turns import read_turn
 
 SETS = ("sgd-history", "locomo-history")
-BUDGET = 0.3
-OURS = "firsttoken"
-ARMS = (OURS, "last turns", "bm25 turns", "one selection", "oracle turns")
 BASELINES = ("last turns", "bm25 turns")
-BLOCK_TOKENS = 25
-"""What ``one selection`` leaves for the block around its text."""
-RECENT_TURNS = 2
 NUM_GROWN = 5
 NUM_COMPACTED = 20
-NUM_COMPACTIONS = 6
-Messages = Sequence[Mapping[str, Any]]
-
-
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm on one set at one budget."""
-
-    arm: str
-    budget: float
-    answered: Estimate
-    """Share of the probes, mean over the cases."""
-    answered_of_all: float
-    """Share of all probes of the set."""
-    tokens_kept: float
-
-
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """Each probe asked as the question of a request."""
-
-    arm: str
-    budget: float
-    answered: Estimate
-
-
-class Growth(msgspec.Struct, frozen=True, kw_only=True):
-    """The record while a conversation grows turn by turn at a fixed budget, means over conversations."""
-
-    num_conversations: int
-    num_turns: float
-    num_appended: float
-    """Turns after which the record was the one before and more."""
-    num_rewritten: float
-    """Turns after which it was another one."""
-
-
-class Compactions(msgspec.Struct, frozen=True, kw_only=True):
-    """Six compactions, each of the messages that the one before sent and the turns since."""
-
-    num_conversations: int
-    num_facts: int
-    """Facts that the ledger pins."""
-    num_lost: int
-    num_reported: int
-    """Conversations where the reducer said that facts had no room."""
-
-
-class SetResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One data set."""
-
-    name: str
-    sha256: str
-    num_cases: int
-    num_probes: int
-    cells: list[Cell]
-    versus_best: list[tuple[float, str, PairedDifference]]
-    """Budget, best baseline, ours minus it."""
-    asked: list[Asked]
-    growth: Growth
-    compactions: Compactions
-    ms_median: float
-    """Time of one compaction with nothing cached."""
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole run."""
-
-    manifest: Manifest
-    sets: list[SetResult]
-
-
-class Conversation:
-    """A case with what all arms need of it."""
-
-    def __init__(self, case: Case, counter: ChatTokenizer) -> None:
-        self.case = case
-        self.messages = case_messages(case)
-        self.history = self.messages[1:-1]
-        self.probes = scored_probes(case)
-        self.fixed = counter.count_prompt([self.messages[0], self.messages[-1]])
-        self.full = counter.count_prompt(self.messages) - self.fixed
-        texts = [message_text(message) for message in self.history]
-        share = -(-max(self.full - sum(map(counter.count_text, texts)), 0) // len(texts))
-        self.costs = [counter.count_text(text) + share for text in texts]
-        self.searched = [SearchText(text) for text in texts]
-        self.texts = texts
-
-    def turns(self, counter: ChatTokenizer) -> list[Turn]:
-        """The history as the reducer reads it."""
-        return [
-            read_turn(index, self.messages[index], counter, self.messages[index - 1])
-            for index in range(1, len(self.messages) - 1)
-        ]
-
-
-def answers(probe: Probe, text: SearchText) -> bool:
-    """Whether a text states an accepted answer."""
-    return any(text.states(answer) for answer in probe.answers)
-
-
-def share_answered(probes: Sequence[Probe], text: str) -> float:
-    """Share of the probes that a text answers."""
-    searched = SearchText(text)
-    return sum(answers(probe, searched) for probe in probes) / len(probes)
-
-
-def sent_text(result: ReductionResult, question: str) -> str:
-    """What is sent without the system message and the question."""
-    *messages, last = [message_text(message) for message in result.messages]
-    return "\n".join([*messages[1:], last.removesuffix(question)])
-
-
-def whole_turns(conversation: Conversation, order: Sequence[int], room: int) -> tuple[str, int]:
-    """Turns taken whole in the given order, each one that still fits, and their tokens."""
-    kept: list[int] = []
-    left = room
-    for place in order:
-        if conversation.costs[place] <= left:
-            kept.append(place)
-            left -= conversation.costs[place]
-    return "\n".join(conversation.texts[place] for place in sorted(kept)), room - left
-
-
-def last_turns(conversation: Conversation, room: int) -> tuple[str, int]:
-    """The tail of the conversation that fits."""
-    costs = list(itertools.accumulate(reversed(conversation.costs)))
-    num_kept = sum(cost <= room for cost in costs)
-    places = range(len(conversation.texts) - num_kept, len(conversation.texts))
-    return "\n".join(conversation.texts[place] for place in places), costs[num_kept - 1] if num_kept else 0
-
-
-def bm25_turns(conversation: Conversation, question: str, room: int) -> tuple[str, int]:
-    """Whole turns by BM25."""
-    return whole_turns(conversation, by_score(bm25(question, conversation.texts)), room)
-
-
-def oracle_turns(conversation: Conversation, room: int) -> tuple[str, int]:
-    """Whole turns by someone who knows the answers: most further probes per token first."""
-    states = [
-        {number for number, probe in enumerate(conversation.probes) if answers(probe, text)}
-        for text in conversation.searched
-    ]
-    order: list[int] = []
-    found: set[int] = set()
-    while True:
-        best = max(range(len(states)), key=lambda place: len(states[place] - found) / conversation.costs[place])
-        if not states[best] - found:
-            return whole_turns(conversation, order, room)
-        order.append(best)
-        found |= states[best]
-
-
-def one_selection(conversation: Conversation, counter: ChatTokenizer, room: int) -> tuple[str, int]:
-    """Our extracts chosen once among all turns: what the append-only record is measured against."""
-    turns = conversation.turns(counter)
-    older, recent = turns[:-RECENT_TURNS], conversation.texts[-RECENT_TURNS:]
-    left = room - BLOCK_TOKENS - sum(conversation.costs[-RECENT_TURNS:])
-    goal, best = left, ""
-    for _ in range(4):
-        extract = Extract(older, set())
-        extract.pin_facts(primary_only=True)
-        extract.fill(goal)
-        text = extract.render()
-        slack = left - counter.count_text(text)
-        best = text if slack >= 0 else best
-        goal += slack - 2
-    return "\n".join([best, *recent]), room - left + counter.count_text(best)
 
 
 class Bench:
@@ -378,39 +223,6 @@ def record_of(result: ReductionResult) -> str:
 def run_set(dataset: Dataset, budgets: Sequence[float], seed: int, num_asked: int) -> SetResult:
     """One set, in a process of its own."""
     return Bench(budgets, seed, num_asked).run(dataset, Console(stderr=True))
-
-
-def print_result(console: Console, result: Result, budgets: Sequence[float]) -> None:
-    """One table: probes answered in % by arm, set and budget."""
-    table = Table(title="probes answered in %, at " + " / ".join(f"{budget:.0%}" for budget in budgets))
-    table.add_column("arm")
-    for item in result.sets:
-        table.add_column(f"{item.name}\n({item.num_cases} cases, {item.num_probes} probes)")
-    for arm in ARMS:
-        table.add_row(arm, *(_row(item, arm) for item in result.sets))
-    table.add_section()
-    for arm in (OURS, "bm25 turns"):
-        table.add_row(
-            f"{arm}, probe asked, {BUDGET:.0%}",
-            *(
-                " / ".join(f"{100 * cell.answered.mean:.1f}" for cell in item.asked if cell.arm == arm)
-                for item in result.sets
-            ),
-        )
-    console.print(table)
-    for item in result.sets:
-        growth, lost = item.growth, item.compactions
-        console.print(
-            f"{item.name}: {growth.num_turns:.0f} turns append {growth.num_appended:.1f} times and rewrite "
-            f"{growth.num_rewritten:.1f} times; after {NUM_COMPACTIONS} compactions {lost.num_lost} of {lost.num_facts}"
-            f" facts are lost, {lost.num_reported} of {lost.num_conversations} conversations say so; "
-            f"{item.ms_median:.0f} ms a compaction"
-        )
-
-
-def _row(item: SetResult, arm: str) -> str:
-    cells = [cell for cell in item.cells if cell.arm == arm]
-    return " / ".join(f"{100 * cell.answered.mean:.1f} at {100 * cell.tokens_kept:.0f}" for cell in cells)
 
 
 @click.command()
