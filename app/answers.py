@@ -8,6 +8,7 @@ import msgspec
 from app.compaction import Compaction
 from app.generation import GeneratedChoice, Generation
 from app.receipts import saved_tokens
+from app.waterfall import WaterfallReport
 from engine.token_logprobs import PositionLogprobs
 from reducer.result import BudgetReport, PassageDecision, StageReport, TurnDecision
 
@@ -60,6 +61,8 @@ class Extension(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the request that the engine does not honour; of very many only some, and how many more."""
     token_count: str | msgspec.UnsetType = msgspec.UNSET
     """In which way ``prompt_tokens`` is never too low, where it was not counted exactly."""
+    waterfall: WaterfallReport | msgspec.UnsetType = msgspec.UNSET
+    """Stages of the time to the first token, where they were asked for and there was one."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +200,7 @@ def extension_of(generation: Generation) -> Extension:
         max_tokens=generation.max_tokens,
         ignored_fields=list(compaction.request.ignored),
         token_count=_told_counting(compaction),
+        waterfall=generation.told_waterfall or msgspec.UNSET,
     )
 
 

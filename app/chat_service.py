@@ -27,6 +27,7 @@ from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import LimitSettings
 from app.summaries import BackendSummarizer
+from app.waterfall import TimedJob, Timeline
 from app.workers import WorkerPool
 from engine.errors import OutputTooLongError
 from reducer.prompt import PromptParts
@@ -52,6 +53,8 @@ class Arrival:
     """On the ``time.perf_counter`` clock."""
     bypass: bool = False
     """Asked for in a header; the body can ask for it as well."""
+    timeline: Timeline | None = None
+    """What has happened since."""
 
 
 def is_large(num_bytes: int, parts: PromptParts) -> bool:
@@ -96,29 +99,34 @@ class ChatService:
 
     async def compact(self, arrival: Arrival) -> Compaction:
         """Reduces a prompt and generates no answer. Charges a request, and tokens only where the model summarises."""
+        timeline = Timeline(arrival.arrived_s) if arrival.timeline is None else arrival.timeline
         lease = await self._admission.admit(arrival.principal)
         try:
-            request = await self._read(arrival.body)
+            request = await self._read(arrival.body, timeline)
             if request.body.model is not None:
                 self._served_model.check(request.body.model)
-            return await self._reduce(arrival, request, lease)
+            return await self._reduce(arrival, request, lease, timeline)
         finally:
             lease.settle()
 
     async def complete(self, arrival: Arrival) -> Generation:
         """Reduces a prompt and starts the answer; returns with the first output. The caller closes the generation."""
+        timeline = Timeline(arrival.arrived_s) if arrival.timeline is None else arrival.timeline
+        timeline.lap("parse")  # where the request came in another shape, it has been translated
         lease = await self._admission.admit(arrival.principal)
+        timeline.lap("admission")
         try:
-            request = await self._read(arrival.body)
+            request = await self._read(arrival.body, timeline)
             if request.body.model is None:
                 raise InvalidRequestError(
                     "Invalid 'model': the required field is missing.", param="model", code="invalid_value"
                 )
             self._served_model.check(request.body.model)
-            compaction = await self._reduce(arrival, request, lease)
+            compaction = await self._reduce(arrival, request, lease, timeline)
             max_tokens = self._max_output_tokens(compaction)
             await lease.reserve(compaction.result.prompt_tokens, max_tokens * request.num_choices)
-            generation = self._generate(arrival, compaction, max_tokens, lease)
+            timeline.lap("admission")
+            generation = self._generate(arrival, compaction, max_tokens, lease, timeline)
             await generation.start()
         except BaseException:
             lease.settle()
@@ -129,14 +137,21 @@ class ChatService:
         """Tokens of a prompt as it is. CPU-heavy. Raises ``InvalidRequestError`` for what the template refuses."""
         return RequestCounter(self._backend.encoder, {}).count_prompt(messages, tools)
 
-    async def _read(self, body: bytes) -> CompletionRequest:
+    async def _read(self, body: bytes, timeline: Timeline) -> CompletionRequest:
         read = read_relayed if isinstance(self._backend, RelayBackend) else read_completion
         if len(body) <= INLINE_BODY_BYTES:
-            return read(body)
+            request = read(body)
+            timeline.lap("parse")
+            return request
         run = self._workers.run_large if len(body) > LARGE_BODY_BYTES else self._workers.run
-        return await run(read, body)
+        job = TimedJob()
+        request = await run(job, read, body)
+        timeline.lap_job(job, "parse")
+        return request
 
-    async def _reduce(self, arrival: Arrival, request: CompletionRequest, lease: Lease) -> Compaction:
+    async def _reduce(
+        self, arrival: Arrival, request: CompletionRequest, lease: Lease, timeline: Timeline
+    ) -> Compaction:
         principal, overrides = arrival.principal, request.overrides
         policy = self._compactor.choose_policy(request, principal)
         objective_ms = tightest_objective(
@@ -149,8 +164,11 @@ class ChatService:
         summarizer = self._make_summarizer(principal, policy, request, receipt_id)
         # A thread that waits for the model must not be one that small requests need.
         is_slow = summarizer is not None or is_large(len(arrival.body), request.parts)
+        job = TimedJob()
+        timeline.lap("other")
         try:
             compaction = await (self._workers.run_large if is_slow else self._workers.run)(
+                job,
                 self._compactor.compact,
                 request,
                 principal,
@@ -164,8 +182,10 @@ class ChatService:
             if summarizer is not None:
                 summarizer.close()
                 lease.charge(summarizer.num_tokens)
+        timeline.lap_job(job, "receipt", compaction.parts)
         self._receipts.put(compaction.receipt_id, principal, compaction.receipt)
         self._observer.on_compaction(arrival.request_id, compaction)
+        timeline.lap("other")
         return compaction
 
     def _make_summarizer(
@@ -192,10 +212,12 @@ class ChatService:
             raise OutputTooLongError(request.max_tokens, room)
         return min(request.max_tokens or self._limits.default_max_tokens or room, room)
 
-    def _generate(self, arrival: Arrival, compaction: Compaction, max_tokens: int, lease: Lease) -> Generation:
+    def _generate(
+        self, arrival: Arrival, compaction: Compaction, max_tokens: int, lease: Lease, timeline: Timeline
+    ) -> Generation:
         request, result = compaction.request, compaction.result
         if isinstance(self._backend, RelayBackend):
-            return self._relay(arrival, compaction, lease, max_tokens, self._backend)
+            return self._relay(arrival, compaction, lease, max_tokens, self._backend, timeline)
         request.check_vocabulary(self._backend.info.vocab_size)
         request_id = compaction.receipt_id.replace("rcpt_", "gen_")
         outputs = [
@@ -207,6 +229,7 @@ class ChatService:
                     sampling=request.sampling(max_tokens, choice),
                     cache_salt=arrival.principal.cache_salt,
                     template_kwargs=request.template_kwargs,
+                    timeline=timeline if choice == 0 else None,
                 )
             )
             for choice in range(request.num_choices)
@@ -221,10 +244,17 @@ class ChatService:
             observer=self._observer,
             drain=self._drain,
             arrived_s=arrival.arrived_s,
+            timeline=timeline,
         )
 
     def _relay(
-        self, arrival: Arrival, compaction: Compaction, lease: Lease, max_tokens: int, backend: RelayBackend
+        self,
+        arrival: Arrival,
+        compaction: Compaction,
+        lease: Lease,
+        max_tokens: int,
+        backend: RelayBackend,
+        timeline: Timeline,
     ) -> Relay:
         """The request on its way to an upstream; its own ``max_tokens`` stays unless it is over the room."""
         request, result = compaction.request, compaction.result
@@ -243,6 +273,7 @@ class ChatService:
                 cache_salt=arrival.principal.cache_salt,
                 streams=bool(request.body.stream),
                 max_tokens=None if is_own or is_unlimited else max_tokens,
+                timeline=timeline,
             ),
             count_text=self._backend.encoder.count_text,
             lease=lease,
@@ -250,4 +281,5 @@ class ChatService:
             drain=self._drain,
             arrived_s=arrival.arrived_s,
             num_choices=request.num_choices,
+            timeline=timeline,
         )

@@ -13,6 +13,7 @@ from app.input_budget import BudgetLimits, InputBudget
 from app.policies import Policy, PolicyBook
 from app.receipts import ReplayInputs, encode_receipt
 from app.settings import PolicySettings, Settings
+from app.waterfall import STAGES, Stage
 from reducer.config import RecogniseConfig
 from reducer.embedded_passages import recognise_passages
 from reducer.encoder import Encoder
@@ -24,6 +25,8 @@ from reducer.prompt import Budget, PromptParts
 from reducer.reranker import Reranker
 from reducer.result import ReductionResult
 from reducer.summary import Summarizer, SummaryCache
+
+_STAGES: dict[str, Stage] = {stage: stage for stage in STAGES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Compaction:
     reduce_s: float
     counting: str = "exact"
     """How the tokens of the prompt were counted."""
+    parts: tuple[tuple[Stage, float], ...] = ()
+    """Where the time went up to the receipt, in seconds, in order."""
 
 
 class RequestCounter:
@@ -196,13 +201,16 @@ class Compactor:
             )
 
         try:
+            reduce_started = time.perf_counter()
             try:
                 result = reduce(budget.wanted)
             except BudgetExceededError as error:
                 stretched = budget.stretched(error.num_tokens)
                 if stretched is None:
                     raise
+                reduce_started = time.perf_counter()
                 result = reduce(stretched)
+            parts = _parts(result, reduce_started - started, time.perf_counter() - reduce_started)
         except BudgetExceededError as error:
             raise self._too_long(error.num_tokens, budget) from None
         replay = ReplayInputs(
@@ -224,6 +232,7 @@ class Compactor:
             receipt=receipt,
             reduce_s=time.perf_counter() - started,
             counting=self._prompt_encoder.counting,
+            parts=parts,
         )
 
     def _refuse_by_size(self, parts: PromptParts, budget: InputBudget, recognise: RecogniseConfig) -> None:
@@ -242,6 +251,16 @@ class Compactor:
     def _too_long(self, num_tokens: int, budget: InputBudget, *, is_lower_bound: bool = False) -> ContextLengthError:
         limit = None if budget.hard.source == "window" else budget.hard
         return ContextLengthError(self._max_model_len, num_tokens, limit, is_lower_bound=is_lower_bound)
+
+
+def _parts(result: ReductionResult, before_s: float, reduce_s: float) -> tuple[tuple[Stage, float], ...]:
+    """Stages of one in order. What was done before it counts to the first, what none of them took is ``pack``."""
+    durations: dict[Stage, float] = {"access": before_s}
+    for report in result.stages:
+        if (stage := _STAGES.get(report.stage)) is not None:
+            durations[stage] = durations.get(stage, 0.0) + report.ms / 1000
+    durations["pack"] = max(0.0, before_s + reduce_s - sum(durations.values()))
+    return tuple(durations.items())
 
 
 def _texts(message: Mapping[str, Any]) -> Sequence[str]:

@@ -117,7 +117,7 @@ class Gateway:
             admission=self.admission,
             receipts=self.tenancy,
             objective=objective,
-            observer=ServiceObserver(self.metrics, objective, self.served_model.name, self.tenancy),
+            observer=ServiceObserver(self.metrics, objective, self.served_model.name, self.tenancy, self.tenancy),
             drain=self.drain,
             served_model=self.served_model,
             limits=settings.limits,

@@ -18,6 +18,7 @@ from app.choices import ChoiceOutput
 from app.compaction import Compaction
 from app.drain import Drain
 from app.errors import GenerationError, ShuttingDownError
+from app.waterfall import Timeline, Waterfall, WaterfallReport
 from engine.outputs import RequestTimings
 from engine.token_logprobs import PositionLogprobs
 
@@ -83,10 +84,11 @@ class Generation:
         drain: Drain,
         arrived_s: float,
         num_choices: int = 1,
+        timeline: Timeline | None = None,
     ) -> None:
         """``outputs`` are those of ``num_choices`` choices; ``drain`` breaks them off at shutdown.
 
-        ``arrived_s`` is the request's arrival on the ``time.perf_counter`` clock.
+        ``arrived_s`` is the request's arrival on the ``time.perf_counter`` clock, ``timeline`` what happened since.
         """
         self.request_id = request_id
         self.completion_id = f"chatcmpl-{secrets.token_hex(12)}"
@@ -102,6 +104,9 @@ class Generation:
         self.timings: RequestTimings | None = None
         self.first_text_s: float | None = None
         """Time from arrival to the first text, in seconds."""
+        self.waterfall: Waterfall | None = None
+        """Its stages, once it has come."""
+        self.timeline = Timeline(arrived_s) if timeline is None else timeline
         self._outputs = outputs
         self._lease = lease
         self._observer = observer
@@ -125,10 +130,17 @@ class Generation:
         """Time from arrival to now, or to the end."""
         return (time.perf_counter() if self._ended_s is None else self._ended_s) - self._arrived_s
 
+    @property
+    def told_waterfall(self) -> WaterfallReport | None:
+        """The stages of the time to the first token, where the request asked for them and that token has come."""
+        is_wanted = self.waterfall is not None and self.compaction.request.overrides.waterfall
+        return self.waterfall.report() if is_wanted and self.waterfall is not None else None
+
     async def start(self) -> None:
         """Waits for the first output, so that what fails before it can still be told with an HTTP status."""
         assert self._first is None, "a generation starts once"
         self._first = await self._next()
+        self.timeline.lap_engine(self.timings)
         self._observer.on_first_output(self)
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -190,6 +202,8 @@ class Generation:
         now = time.perf_counter()
         if self.first_text_s is None:
             self.first_text_s = now - self._arrived_s
+            self.timeline.lap("first_token", now)
+            self.waterfall = self.timeline.waterfall(now)
             self._observer.on_text(self, None)
         elif choice.last_text_s is not None:  # the first text of a further choice is no gap of any stream
             self._observer.on_text(self, now - choice.last_text_s)

@@ -16,6 +16,7 @@ from app.auth import Principal
 from app.chat_service import Arrival
 from app.errors import AuthenticationError, ClientDisconnectedError, InvalidRequestError, RequestTooLargeError
 from app.gateway import Gateway
+from app.waterfall import Timeline
 
 GatewayRequest = Request[Any, Any, State]
 T = TypeVar("T")
@@ -62,18 +63,22 @@ async def authenticated(request: GatewayRequest) -> Principal:
 
 async def read_arrival(request: GatewayRequest) -> Arrival:
     """Authenticates, then reads the body. Raises ``AuthenticationError`` or as ``read_body`` does."""
-    arrived_s = time.perf_counter()
+    timeline = Timeline(time.perf_counter())
     try:
         principal = await authenticated(request)
     except AuthenticationError:
         await _discard(request.receive)
         raise
+    timeline.lap("authenticate")
+    body = await read_body(request, gateway_of(request).settings.server.max_body_bytes)
+    timeline.lap("read_body")
     return Arrival(
         request_id=request_id_of(request.scope),
         principal=principal,
-        body=await read_body(request, gateway_of(request).settings.server.max_body_bytes),
-        arrived_s=arrived_s,
+        body=body,
+        arrived_s=timeline.arrived_s,
         bypass=request.headers.get("x-firsttoken-bypass", "").strip().lower() in _TRUE,
+        timeline=timeline,
     )
 
 

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from app.compaction import Compaction
 from app.generation import Generation
 from app.receipts import saved_tokens
+from app.waterfall_metrics import WaterfallCollector
 from engine.lengths import length_bucket
 from engine.outputs import EngineStats, KVTransferStats
 
@@ -111,6 +112,8 @@ class GatewayMetrics:
             names = ["model_name", *labels]
             return Histogram(f"firsttoken_{name}", text, names, buckets=buckets, registry=self.registry)
 
+        self.waterfalls = WaterfallCollector(model_name)
+        self.registry.register(self.waterfalls)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens computed or taken from the cache")
         self.prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache")
         self.generation_tokens = counter("generation_tokens", "Output tokens")
@@ -169,6 +172,8 @@ class GatewayMetrics:
         elif generation.first_text_s is not None:
             bucket = length_bucket(generation.num_prompt_tokens)
             self.ttft.labels(self._model_name, bucket).observe(generation.first_text_s)
+            if generation.waterfall is not None:
+                self.waterfalls.add(generation.num_prompt_tokens, generation.waterfall)
 
     def on_end(self, generation: Generation) -> None:
         """Counts one generation by how it ended; times only of complete ones, so that failures do not look fast."""

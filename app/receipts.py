@@ -16,6 +16,7 @@ import msgspec
 from app.auth import Principal
 from app.errors import NotFoundError
 from app.settings import ReceiptSettings
+from app.waterfall import WaterfallReport
 from reducer.prompt import AccessRule, Passage, PromptParts
 from reducer.result import BudgetReport, PassageDecision, ReductionResult, StageReport, TurnDecision
 
@@ -78,6 +79,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """Why there are no originals, if there are none."""
     replay: ReplayInputs | None = None
     """Only where there are originals."""
+    waterfall: WaterfallReport | msgspec.UnsetType = msgspec.UNSET
+    """Where the time to the first token went, of a request that asked for it; added when that token has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +168,17 @@ def _acl(acl: tuple[str, ...] | AccessRule | None) -> list[str] | dict[str, Any]
     return None if acl is None else list(acl)
 
 
+def with_waterfall(document: bytes, report: WaterfallReport) -> bytes:
+    """A record that ``encode_receipt`` wrote, with what is known once the first token has come."""
+    assert document.endswith(b"}"), "a record is a JSON object"
+    return document[:-1] + b',"waterfall":' + msgspec.json.encode(report) + b"}"
+
+
 class ReceiptKeeper(Protocol):
     """Keeps records."""
 
     def put(self, receipt_id: str, principal: Principal, document: bytes) -> None:
-        """Keeps a record; returns at once."""
+        """Keeps a record in place of an earlier one with this id; returns at once."""
         ...
 
 
@@ -187,14 +196,19 @@ class ReceiptStore:
     def __len__(self) -> int:
         return len(self._stored)
 
+    def __contains__(self, receipt_id: str) -> bool:
+        return receipt_id in self._stored
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all records."""
         return self._num_bytes
 
     def put(self, receipt_id: str, principal: Principal, document: bytes) -> None:
-        """Keeps a record; a record that is over the limits on its own is not kept."""
+        """Keeps a record in place of an earlier one with this id; one over the limits on its own is not kept."""
         settings, tenant_id = self._settings, principal.tenant_id
+        if receipt_id in self._stored:
+            self._drop(receipt_id)
         if len(document) > min(settings.max_bytes_per_tenant, settings.max_bytes):
             return
         self._stored[receipt_id] = _Stored(tenant_id, principal.groups, self._clock(), document)

@@ -28,6 +28,7 @@ from app.compaction import Compaction
 from app.drain import Drain
 from app.errors import ShuttingDownError, UpstreamError
 from app.generation import Generation, GenerationObserver
+from app.waterfall import Timeline
 from engine.outputs import RequestTimings
 
 DONE_FRAME = b"data: [DONE]\n\n"
@@ -63,6 +64,7 @@ class Relay(Generation):
         drain: Drain,
         arrived_s: float,
         num_choices: int = 1,
+        timeline: Timeline | None = None,
     ) -> None:
         """``count_text`` counts what was generated where an answer breaks off before its usage is told."""
         super().__init__(
@@ -75,6 +77,7 @@ class Relay(Generation):
             drain=drain,
             arrived_s=arrived_s,
             num_choices=num_choices,
+            timeline=timeline,
         )
         self._backend = backend
         self._request = request
@@ -217,6 +220,7 @@ class Relay(Generation):
         """The time to the first text stands for the prefill: queue and prefill cannot be told apart from here."""
         if facts.texts and self.first_text_s is None:
             prefill_ms = (time.perf_counter() - self._sent_s) * 1000
+            self.timeline.lap("upstream")
             self.timings = _timings(prefill_ms, 0.0, self.num_prompt_tokens, 0)
             self._observer.on_first_output(self)
         for index in dict.fromkeys(index for index, _ in facts.texts):

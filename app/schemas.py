@@ -153,6 +153,8 @@ class Overrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reduce_deadline_ms: Annotated[float, Meta(ge=0)] | None = None
     """Time limit of the reduction, from its begin; then the best partial result is sent, marked as such."""
     bypass: bool | None = None
+    waterfall: bool | None = None
+    """Tell the stages of the time to the first token, in the answer and in the receipt."""
 
 
 class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from app.compaction import Compaction
 from app.generation import Generation
 from app.input_budget import TtftObjective
 from app.observability import GatewayMetrics
-from app.receipts import saved_tokens
+from app.receipts import ReceiptKeeper, saved_tokens, with_waterfall
 
 
 class UsageObserver(Protocol):
@@ -28,12 +28,18 @@ class ServiceObserver:
     """Hears what the chat service does. The log gets numbers and ids, never text of a prompt or an answer."""
 
     def __init__(
-        self, metrics: GatewayMetrics, objective: TtftObjective, model_name: str, usage: UsageObserver | None = None
+        self,
+        metrics: GatewayMetrics,
+        objective: TtftObjective,
+        model_name: str,
+        usage: UsageObserver | None = None,
+        receipts: ReceiptKeeper | None = None,
     ) -> None:
         self._metrics = metrics
         self._objective = objective
         self._model_name = model_name
         self._usage = usage
+        self._receipts = receipts
         self._log = structlog.get_logger("firsttoken.requests")
 
     def on_compaction(self, request_id: str, compaction: Compaction) -> None:
@@ -75,6 +81,10 @@ class ServiceObserver:
     def on_text(self, generation: Generation, gap_s: float | None) -> None:
         """A part of an answer has come."""
         self._metrics.on_text(generation, gap_s)
+        if gap_s is None and self._receipts is not None and (report := generation.told_waterfall) is not None:
+            compaction = generation.compaction
+            document = with_waterfall(compaction.receipt, report)
+            self._receipts.put(compaction.receipt_id, compaction.principal, document)
 
     def on_end(self, generation: Generation) -> None:
         """A generation is over."""

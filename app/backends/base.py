@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from app.waterfall import Timeline
 from engine.outputs import EngineStats, ModelInfo, RequestOutput
 from engine.sampling_params import SamplingParams
 
@@ -60,6 +61,8 @@ class BackendRequest:
     """A higher one goes first."""
     deadline_ms: float | None = None
     """Longest useful time to the first token; what cannot keep it is refused or ends with an error."""
+    timeline: Timeline | None = None
+    """Where to note what happens before the engine gets the prompt."""
 
 
 class Backend(Protocol):

@@ -9,6 +9,7 @@ import msgspec
 
 from app.backends.base import BackendRequest, PromptEncoder
 from app.settings import DisaggregationSettings
+from app.waterfall import TimedJob
 from app.workers import WorkerPool
 from engine.chat_template import ChatTokenizer
 from engine.config import EngineConfig, KVRole
@@ -118,9 +119,11 @@ class EmbeddedBackend:
     async def generate(self, request: BackendRequest) -> AsyncIterator[RequestOutput]:
         """The outputs of one request; leaving early aborts it in the engine."""
         client = self._running()
-        prompt_token_ids = await self._workers.run(
-            partial(self.encoder.encode_chat, request.messages, request.tools, **request.template_kwargs)
-        )
+        job = TimedJob()
+        encode = partial(self.encoder.encode_chat, request.messages, request.tools, **request.template_kwargs)
+        prompt_token_ids = await self._workers.run(partial(job, encode))
+        if request.timeline is not None:
+            request.timeline.lap_job(job, "tokenize")
         if len(prompt_token_ids) >= client.info.max_model_len:
             raise PromptTooLongError(len(prompt_token_ids), client.info.max_model_len)
         outputs = client.generate(

@@ -25,6 +25,7 @@ from app.backends.upstream_client import UnreachableError, UpstreamClient, Upstr
 from app.backends.upstream_counting import load_counting_encoder
 from app.backends.upstream_errors import FAILED_STATUSES, RETRIED_STATUSES, broken_stream
 from app.errors import UpstreamError
+from app.waterfall import TimedJob
 from app.workers import WorkerPool
 from engine.errors import EngineDeadError, ModelError
 from engine.outputs import EngineStats, ModelInfo, RequestOutput
@@ -254,9 +255,16 @@ class OpenAIBackend:
     async def _prepare(self, request: RelayRequest) -> tuple[bytes, bytes]:
         """Body and routing key; those of a large request are made in a thread, so that nobody waits for them."""
         if len(request.body) <= INLINE_BODY_BYTES:
-            return upstream_body(request, self._settings), routing_key(request)
+            prepared = upstream_body(request, self._settings), routing_key(request)
+            if request.timeline is not None:
+                request.timeline.lap("pack")
+            return prepared
         run = self._workers.run_large if len(request.body) > LARGE_BODY_BYTES else self._workers.run
-        return await run(lambda: (upstream_body(request, self._settings), routing_key(request)))
+        job = TimedJob()
+        prepared = await run(job, lambda: (upstream_body(request, self._settings), routing_key(request)))
+        if request.timeline is not None:
+            request.timeline.lap_job(job, "pack")
+        return prepared
 
     async def _try(self, replica: Replica, request: RelayRequest, body: bytes) -> UpstreamAnswer:
         """One try on one replica. Raises ``UnreachableError`` where another one may go better."""

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from app.backend_settings import BackendSettings
+from app.waterfall import Timeline
 
 OWN_FIELDS = ("documents", "firsttoken")
 """Fields that are meant for the gateway."""
@@ -36,6 +37,8 @@ class RelayRequest:
     streams: bool
     max_tokens: int | None = None
     """Output tokens to ask for instead of what the client asked; ``None`` leaves that as it is."""
+    timeline: Timeline | None = None
+    """Where to note what happens before it is sent."""
 
 
 def upstream_body(request: RelayRequest, settings: BackendSettings) -> bytes:

@@ -35,6 +35,8 @@ class StoredReceipt:
     groups: frozenset[str]
     created_s: float
     document: bytes
+    replaces: bool = False
+    """There may be an earlier one with this id."""
 
 
 class ReceiptArchive:
@@ -49,11 +51,14 @@ class ReceiptArchive:
         self._num_flushes = 0
 
     def put(self, receipt_id: str, principal: Principal, document: bytes) -> None:
-        """Keeps a record in memory now and in the database soon."""
+        """Keeps a record in memory now and in the database soon, in place of an earlier one with this id."""
+        replaces = receipt_id in self._memory
         self._memory.put(receipt_id, principal, document)
         if len(document) > min(self._settings.max_bytes_per_tenant, self._settings.max_bytes):
             return
-        self._queue.append(StoredReceipt(receipt_id, principal.tenant_id, principal.groups, time.time(), document))
+        self._queue.append(
+            StoredReceipt(receipt_id, principal.tenant_id, principal.groups, time.time(), document, replaces)
+        )
         self._queued_bytes += len(document)
         num_given_up = 0
         while self._queued_bytes > MAX_QUEUED_BYTES and len(self._queue) > 1:
@@ -100,8 +105,13 @@ class ReceiptArchive:
         """Writes what waits and removes what is over a limit. Raises ``DatabaseError``; nothing is lost then."""
         taken = list(self._queue)
         if taken:
-            rows = await asyncio.to_thread(_rows, taken)
+            newest = {receipt.id: receipt for receipt in taken}
+            rows = await asyncio.to_thread(_rows, list(newest.values()))
+            replaced = [receipt.id for receipt in newest.values() if receipt.replaces]
             async with self._database.session() as session:
+                for start in range(0, len(replaced), 500):
+                    ids = replaced[start : start + 500]
+                    await session.execute(delete(ReceiptRow).where(ReceiptRow.id.in_(ids)))
                 await insert_new(session, ReceiptRow.__table__, rows)
             for receipt in taken:
                 if self._queue and self._queue[0] is receipt:  # else it was given up meanwhile

@@ -41,7 +41,8 @@ class Storage:
         self.keys = KeyService(self.database, settings.tenants, source, settings.server.salt_secret)
         self.policies = PolicyService(self.database, source, self.book)
         self.usage = UsageRecorder(self.database)
-        self.receipts = ReceiptArchive(self.database, settings.receipts, memory or ReceiptStore(settings.receipts))
+        memory = ReceiptStore(settings.receipts) if memory is None else memory  # an empty one is false
+        self.receipts = ReceiptArchive(self.database, settings.receipts, memory)
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
 
