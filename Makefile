@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-gpu bench-quantization eval-gate eval-load eval-ablation clean
+.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-gateway bench-gpu bench-quantization eval-gate eval-load eval-ablation clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -91,6 +91,9 @@ eval-ablation: setup ## one variable (VARY=chunk-size, dtype, stages, ...), all 
 	@mkdir -p build
 	$(BIN)/firsttoken eval ablation --vary $(VARY) --data $(DATA)/nq-redundant.jsonl.gz --limit 10 --output build/ablation.json
 	$(BIN)/firsttoken eval report build/ablation.json
+
+bench-gateway: setup ## what the gateway costs in front of a trivial upstream; four minutes
+	$(BIN)/python -m eval.benches.bench_gateway --output eval/results/gateway.json
 
 bench-gpu: $(INSTALLED) ## attention backends of a GPU against its ceilings, an 8B-shaped prefill; needs CUDA
 	$(BIN)/python -m eval.benches.bench_gpu --output eval/results/gpu.json

@@ -7,19 +7,37 @@ ShuttingDownError                an ordinary error from here on: 503, or the fra
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from types import TracebackType
 
 from app.errors import ShuttingDownError
 
 
-@dataclass(slots=True, eq=False)
 class _Wait:
-    """One task inside ``interruptible``."""
+    """One task inside ``interruptible``. A class of its own, because a stream enters it with every piece."""
 
-    task: "asyncio.Task[object]"
-    is_interrupted: bool = False
+    __slots__ = ("_num_cancellations", "_waits", "is_interrupted", "task")
+
+    def __init__(self, waits: "set[_Wait]") -> None:
+        self._waits = waits
+        self.is_interrupted = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "only a task can be interrupted"
+        self.task: asyncio.Task[object] = task
+        self._num_cancellations = task.cancelling()
+        self._waits.add(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._waits.discard(self)
+        if not self.is_interrupted:
+            return
+        is_ours = isinstance(error, asyncio.CancelledError) and self.task.cancelling() <= self._num_cancellations + 1
+        self.task.uncancel()
+        if is_ours:
+            raise ShuttingDownError from None
 
 
 class Drain:
@@ -34,28 +52,14 @@ class Drain:
         """Whether ``end`` was called."""
         return self._is_over
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self) -> _Wait:
         """Around what may be broken off. Raises ``ShuttingDownError`` when ``end`` is called, or was before.
 
         A cancellation by anybody else passes through as it is, also one that comes at the same time.
         """
         if self._is_over:
             raise ShuttingDownError
-        task = asyncio.current_task()
-        assert task is not None, "only a task can be interrupted"
-        wait, num_cancellations = _Wait(task), task.cancelling()
-        self._waits.add(wait)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if wait.is_interrupted and task.cancelling() <= num_cancellations + 1:
-                raise ShuttingDownError from None
-            raise
-        finally:
-            self._waits.discard(wait)
-            if wait.is_interrupted:
-                task.uncancel()
+        return _Wait(self._waits)
 
     def end(self) -> None:
         """Interrupts what is inside ``interruptible`` and refuses what comes later. Further calls do nothing."""

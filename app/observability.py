@@ -142,6 +142,9 @@ class GatewayMetrics:
         self.generation_size = histogram("request_generation_tokens", "Output tokens of a request", TOKEN_BUCKETS)
         self.max_tokens = histogram("request_params_max_tokens", "Output tokens allowed", TOKEN_BUCKETS)
 
+        # Looked up once: a stream observes it with every token.
+        self._own_itl = self.itl.labels(model_name)
+
         self.jobs = Gauge("firsttoken_worker_jobs", "Jobs waiting for or running in a thread", registry=self.registry)
         self.receipts = Gauge("firsttoken_receipts", "Receipts kept", registry=self.registry)
 
@@ -168,7 +171,7 @@ class GatewayMetrics:
     def on_text(self, generation: Generation, gap_s: float | None) -> None:
         """Notes the first text, or the gap before a further one."""
         if gap_s is not None:
-            self.itl.labels(self._model_name).observe(gap_s)
+            self._own_itl.observe(gap_s)
         elif generation.first_text_s is not None:
             bucket = length_bucket(generation.num_prompt_tokens)
             self.ttft.labels(self._model_name, bucket).observe(generation.first_text_s)

@@ -11,15 +11,15 @@ in one last chunk without choices, whichever chunk the upstream had put it in.
 """
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from app.admission import Lease
 from app.answers import extension_of
-from app.backends.openai import DONE, UpstreamAnswer, chunk_facts
+from app.backends.chunk_template import ChunkTemplate, learn_template
+from app.backends.openai import UpstreamAnswer, chunk_facts
 from app.backends.replicas import Replica
 from app.backends.upstream_body import RelayRequest
 from app.backends.upstream_chunks import NULL, ChunkFacts, RawObject, complete_usage, raw_fields, read_chunk
@@ -32,6 +32,8 @@ from app.waterfall import Timeline
 from engine.outputs import RequestTimings
 
 DONE_FRAME = b"data: [DONE]\n\n"
+MAX_LEARNT = 8
+"""Templates that one stream may try: one whose chunks all look different gains nothing by them."""
 
 
 @runtime_checkable
@@ -89,6 +91,8 @@ class Relay(Generation):
         self._usage_fields: RawObject | None = None
         self._num_output_tokens: int | None = None
         self._head: RawObject = {}
+        self._template: ChunkTemplate | None = None
+        self._num_learnt = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -140,26 +144,26 @@ class Relay(Generation):
     async def frames(
         self, model: str, *, includes_usage: bool, repeats_usage: bool = False
     ) -> AsyncGenerator[bytes, None]:
-        """The stream as the client gets it, to ``[DONE]``. Raises ``UpstreamError`` where it breaks off before.
+        """The stream as the client gets it, to ``[DONE]``: one or more whole events at a time.
+
+        Raises ``UpstreamError`` where it breaks off before.
 
         ``includes_usage`` says that the client asked for usage, ``repeats_usage`` that it wants it in every chunk.
         """
         assert self._held.answer is not None, "start comes before the frames"
         name = _raw(model)
         try:
-            async with aclosing(self._held.answer.events()) as events:  # type: ignore[type-var]
-                while True:
-                    with self.drain.interruptible():
-                        event = await anext(events, None)
-                    if event is None or event.data == DONE:
-                        break
-                    facts = chunk_facts(event)
-                    if facts.error is not None:
-                        raise broken_stream(facts.error)
-                    self._note_texts(facts)
-                    frame = self._frame(event.data, facts, name, includes_usage, repeats_usage)
-                    if frame is not None:
-                        yield frame
+            while True:
+                with self.drain.interruptible():
+                    chunks = await self._held.answer.next_chunks()
+                if not chunks:
+                    break
+                # What came together goes on together: a write costs more than all that is done to a chunk.
+                frames, failure = self._frames_of(chunks, name, includes_usage, repeats_usage)
+                if frames:
+                    yield b"".join(frames)
+                if failure is not None:
+                    raise failure
             if any(choice.finish_reason is None for choice in self.choices):
                 text = "The upstream's stream ended without a finish reason."
                 raise UpstreamError(text, status=502, type="server_error")
@@ -179,6 +183,34 @@ class Relay(Generation):
             yield self._totals(name)
         yield DONE_FRAME
 
+    def _frames_of(
+        self, chunks: Sequence[bytes], name: msgspec.Raw, includes_usage: bool, repeats_usage: bool
+    ) -> tuple[list[bytes], Exception | None]:
+        """Chunks as the client gets them, up to the first that is none or tells an error."""
+        frames: list[bytes] = []
+        try:
+            for data in chunks:
+                template = self._template
+                if template is not None and (text := template.text_of(data)) is not None:
+                    self._texts.append(text)
+                    self._note_text(self.choices[template.choice])
+                    frames.append(template.frame(text))
+                    continue
+                facts = chunk_facts(data)
+                if facts.error is not None:
+                    raise broken_stream(facts.error)
+                self._note_texts(facts)
+                frame = self._frame(data, facts, name, includes_usage, repeats_usage)
+                if frame is None:
+                    continue
+                frames.append(frame)
+                if self._num_learnt < MAX_LEARNT and (learnt := learn_template(data, frame, facts)) is not None:
+                    self._template = learnt
+                    self._num_learnt += 1
+        except UpstreamError as error:
+            return frames, error
+        return frames, None
+
     def _frame(
         self, data: bytes, facts: ChunkFacts, name: msgspec.Raw, includes_usage: bool, repeats_usage: bool
     ) -> bytes | None:
@@ -197,14 +229,14 @@ class Relay(Generation):
             fields["usage"] = usage if repeats_usage and usage is not None else NULL
         else:
             fields.pop("usage", None)
-        return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+        return b"data: " + _one_line(msgspec.json.encode(fields)) + b"\n\n"
 
     def _totals(self, name: msgspec.Raw) -> bytes:
         fields: dict[str, Any] = dict(self._usage_fields or self._head)
         fields["model"], fields["choices"] = name, []
         fields["usage"] = None if self._usage is None else complete_usage(self._usage)
         fields["firsttoken"] = extension_of(self)
-        return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+        return b"data: " + _one_line(msgspec.json.encode(fields)) + b"\n\n"
 
     def _note(self, facts: ChunkFacts) -> None:
         self._texts += [text for _, text in facts.texts]
@@ -277,6 +309,13 @@ def _timings(prefill_ms: float, decode_ms: float, num_prompt_tokens: int, num_ca
         input_tokens=num_prompt_tokens,
         cached_tokens=num_cached_tokens,
     )
+
+
+def _one_line(document: bytes) -> bytes:
+    """JSON whose fields kept their bytes, without the line breaks between them that would end a line of the event."""
+    if b"\n" in document or b"\r" in document:
+        return document.replace(b"\r", b" ").replace(b"\n", b" ")
+    return document
 
 
 def _raw(value: str) -> msgspec.Raw:

@@ -5,7 +5,6 @@ Lines end with LF, CR LF or CR, which may be split between two pieces; text is n
     b'data: {"a"'  b': 1}\\r'  b'\\n\\r\\ndata: [DO'  b'NE]\\n\\n'      ->  b'{"a": 1}'   b'[DONE]'
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024
@@ -29,8 +28,11 @@ class EventParser:
         self._num_bytes = 0
         self._is_first = True
 
-    def feed(self, piece: bytes) -> Iterator[ServerEvent]:
+    def feed(self, piece: bytes) -> list[ServerEvent]:
         """The events that ``piece`` completes. Raises ValueError for one of more than ``MAX_EVENT_BYTES``."""
+        if not self._rest and not self._is_first and not self._data and (events := _plain_events(piece)) is not None:
+            return events
+        found: list[ServerEvent] = []
         rest = self._rest
         rest += piece
         if self._is_first and len(rest) >= 3:
@@ -43,10 +45,11 @@ class EventParser:
             event = self._line(bytes(rest[start:end]))
             start = following
             if event is not None:
-                yield event
+                found.append(event)
         del rest[:start]
         if self._num_bytes + len(rest) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of the stream is longer than {MAX_EVENT_BYTES} bytes")
+        return found
 
     def _line_end(self, start: int) -> tuple[int, int] | None:
         """Where the line that begins at ``start`` ends, and where the next one begins."""
@@ -72,3 +75,18 @@ class EventParser:
         elif name == b"event":
             self._name = value
         return None
+
+
+def _plain_events(piece: bytes) -> list[ServerEvent] | None:
+    """The events of a piece in which all are whole and of one line of data, as nearly all servers write them.
+
+    ``None`` for every other piece; its lines are then looked at one by one.
+    """
+    if not piece.endswith(b"\n\n") or b"\r" in piece:
+        return None
+    events = []
+    for block in piece[:-2].split(b"\n\n"):
+        if not block.startswith(b"data: ") or b"\n" in block:
+            return None
+        events.append(ServerEvent(block[6:]))
+    return events

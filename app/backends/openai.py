@@ -8,8 +8,7 @@ the client's to see.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -46,8 +45,7 @@ class UpstreamAnswer:
         response: UpstreamResponse,
         *,
         body: bytes = b"",
-        first: ServerEvent | None = None,
-        events: AsyncGenerator[ServerEvent, None] | None = None,
+        first: list[ServerEvent] | None = None,
         idle_timeout_s: float = 60.0,
     ) -> None:
         self.replica = replica
@@ -55,30 +53,35 @@ class UpstreamAnswer:
         """The whole answer, where it does not stream."""
         self._response = response
         self._first = first
-        self._events = events
         self._idle_timeout_s = idle_timeout_s
         self._is_closed = False
 
-    async def events(self) -> AsyncIterator[ServerEvent]:
-        """Events, the first one included. Raises ``UpstreamError`` where the stream breaks off or falls silent."""
-        assert self._first is not None, "only a stream has events"
-        assert self._events is not None, "only a stream has events"
-        yield self._first
-        while True:
-            try:
-                async with asyncio.timeout(self._idle_timeout_s):
-                    event = await anext(self._events, None)
-            except UnreachableError as error:
-                self.replica.fail(str(error))
-                text = f"The upstream's stream broke off: {error}"
-                raise UpstreamError(text, status=502, type="server_error") from error
-            except TimeoutError:
-                self.replica.fail("a stream fell silent")
-                text = f"The upstream sent nothing for {self._idle_timeout_s:g} s."
-                raise UpstreamError(text, status=504, type="server_error") from None
-            if event is None:
-                return
-            yield event
+    async def next_chunks(self) -> list[bytes]:
+        """What has come of a stream since the last call, from the first chunk on; empty at its end or ``[DONE]``.
+
+        Raises ``UpstreamError`` where the stream breaks off or falls silent.
+        """
+        if self._response.is_done:
+            return []
+        events, self._first = self._first or await self._next_events(), None
+        chunks = [event.data for event in events]
+        if DONE in chunks:
+            self._response.is_done = True
+            del chunks[chunks.index(DONE) :]
+        return chunks
+
+    async def _next_events(self) -> list[ServerEvent]:
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                return await self._response.next_events()
+        except UnreachableError as error:
+            self.replica.fail(str(error))
+            text = f"The upstream's stream broke off: {error}"
+            raise UpstreamError(text, status=502, type="server_error") from error
+        except TimeoutError:
+            self.replica.fail("a stream fell silent")
+            text = f"The upstream sent nothing for {self._idle_timeout_s:g} s."
+            raise UpstreamError(text, status=504, type="server_error") from None
 
     async def aclose(self) -> None:
         """Ends it; an upstream that has not finished sees its connection close. May be called twice."""
@@ -86,9 +89,7 @@ class UpstreamAnswer:
             return
         self._is_closed = True
         try:
-            if self._events is not None:
-                await self._events.aclose()
-            await self._response.aclose()
+            self._response.close()
         finally:
             self.replica.end()
 
@@ -220,11 +221,9 @@ class OpenAIBackend:
         num_prompt_tokens = num_output_tokens = 0
         finish_reason: str | None = None
         try:
-            async with aclosing(answer.events()) as events:  # type: ignore[type-var]
-                async for event in events:
-                    if event.data == DONE:
-                        break
-                    facts = chunk_facts(event)
+            while chunks := await answer.next_chunks():
+                for chunk in chunks:
+                    facts = chunk_facts(chunk)
                     if facts.num_prompt_tokens is not None:
                         num_prompt_tokens, num_output_tokens = facts.num_prompt_tokens, facts.num_output_tokens or 0
                     else:
@@ -283,14 +282,13 @@ class OpenAIBackend:
                 if not request.streams:
                     answer = UpstreamAnswer(replica, response, body=await response.body())
                 else:
-                    events = response.events()
-                    first = await anext(events, None)
-                    if first is None:
+                    first = await response.next_events()
+                    if not first:
                         raise UnreachableError("the stream ended before its first event")
-                    if first.data != DONE and (told := chunk_facts(first).error) is not None:
+                    if first[0].data != DONE and (told := chunk_facts(first[0].data).error) is not None:
                         raise broken_stream(told)
                     answer = UpstreamAnswer(
-                        replica, response, first=first, events=events, idle_timeout_s=self._settings.idle_timeout_s
+                        replica, response, first=first, idle_timeout_s=self._settings.idle_timeout_s
                     )
             has_begun = True
         except TimeoutError:
@@ -301,7 +299,7 @@ class OpenAIBackend:
             if not has_begun:
                 try:
                     if response is not None:
-                        await response.aclose()
+                        response.close()
                 finally:
                     replica.end()
         return answer
@@ -344,10 +342,10 @@ class OpenAIBackend:
             replica.fail("health check failed")
 
 
-def chunk_facts(event: ServerEvent) -> ChunkFacts:
+def chunk_facts(data: bytes) -> ChunkFacts:
     """What an event says. Raises ``UpstreamError`` for one that is no chunk."""
     try:
-        return read_chunk(event.data)
+        return read_chunk(data)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         text = f"The upstream sent an event that cannot be read: {error}"
         raise UpstreamError(text, status=502, type="server_error") from None

@@ -3,11 +3,12 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
+import msgspec
+from yarl import URL
 
 from app.backend_settings import BackendSettings, ReplicaSettings
 from app.backends.event_stream import EventParser, ServerEvent
@@ -17,6 +18,11 @@ from app.errors import ConfigError, UpstreamError
 MAX_ERROR_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 HEALTH_TIMEOUT_S = 5.0
+KEEPALIVE_S = 60.0
+MAX_HEADER_BYTES = 64 * 1024
+END_TIMEOUT_S = 0.5
+"""How long the end of a stream may take after its ``[DONE]``, so that its connection can be used again."""
+_LEFT = (aiohttp.ClientError, OSError)
 
 
 class UnreachableError(Exception):
@@ -24,61 +30,95 @@ class UnreachableError(Exception):
 
 
 class UpstreamResponse:
-    """An answer that has begun: read ``events`` or ``body``; always ``aclose``."""
+    """An answer that has begun: read ``next_events`` or ``body``; always ``aclose``."""
 
-    def __init__(self, response: httpx.Response) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, ending: set[asyncio.Task[None]]) -> None:
+        """``ending`` keeps what is read after the answer was let go of."""
         self._response = response
+        self._content = response.content
+        self._parser = EventParser()
+        self._ending = ending
+        self.is_done = False
+        """Set by a reader of events that has seen the last one that counts."""
 
     async def body(self) -> bytes:
         """The whole answer. Raises ``UnreachableError`` where it breaks off, ``UpstreamError`` where it is too long."""
         pieces: list[bytes] = []
         num_bytes = 0
         try:
-            async for piece in self._response.aiter_bytes():
+            while piece := await self._content.readany():
                 num_bytes += len(piece)
                 if num_bytes > MAX_ANSWER_BYTES:
                     text = f"The upstream's answer is longer than {MAX_ANSWER_BYTES} bytes."
                     raise UpstreamError(text, status=502, type="server_error")
                 pieces.append(piece)
-        except httpx.HTTPError as error:
+        except _LEFT as error:
             raise UnreachableError(_reason(error)) from error
         return b"".join(pieces)
 
-    async def events(self) -> AsyncGenerator[ServerEvent, None]:
-        """Events as they come. Raises ``UnreachableError`` where the stream breaks off."""
-        parser = EventParser()
-        try:
-            async for piece in self._response.aiter_bytes():
-                for event in parser.feed(piece):
-                    yield event
-        except (httpx.HTTPError, ValueError) as error:
-            raise UnreachableError(_reason(error)) from error
+    async def next_events(self) -> list[ServerEvent]:
+        """The events that have come since the last call, at least one; empty at the end of the stream.
 
-    async def aclose(self) -> None:
+        Raises ``UnreachableError`` where the stream breaks off.
+        """
+        try:
+            while piece := await self._content.readany():
+                if events := self._parser.feed(piece):
+                    return events
+        except (*_LEFT, ValueError) as error:
+            raise UnreachableError(_reason(error)) from error
+        return []
+
+    def close(self) -> None:
         """Gives the connection back, or closes it where the answer has not ended: the upstream stops computing."""
-        await self._response.aclose()
+        if self.is_done and not self._content.at_eof():
+            task = asyncio.get_running_loop().create_task(self._read_end())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        else:
+            self._release()
+
+    async def _read_end(self) -> None:
+        """The last event and the end of the body are often two packets, and the second one comes in a moment."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                while await self._content.readany():
+                    pass
+        except (*_LEFT, TimeoutError):
+            pass
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._content.at_eof():
+            self._response.release()
+        else:
+            self._response.close()
 
 
 class UpstreamClient:
-    """Connections to all replicas, kept open between requests."""
+    """Connections to all replicas, kept open between requests. Made on the event loop that uses it."""
 
     def __init__(self, settings: BackendSettings) -> None:
         self._settings = settings
-        self._client = httpx.AsyncClient(
-            # Only what the configuration names: neither proxies nor .netrc of the process's user.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=settings.max_connections, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
+            # Only what the configuration names: neither proxies nor .netrc of the process's user, and no cookies.
             trust_env=False,
-            limits=httpx.Limits(
-                max_connections=settings.max_connections,
-                max_keepalive_connections=settings.max_connections,
-                keepalive_expiry=60.0,
-            ),
-            timeout=httpx.Timeout(None, connect=settings.connect_timeout_s, pool=settings.connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            max_field_size=MAX_HEADER_BYTES,
         )
         self._headers = {replica.url.rstrip("/"): self._make_headers(replica) for replica in settings.replicas}
+        self._urls: dict[str, URL] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
         """Closes all connections."""
-        await self._client.aclose()
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._session.close()
 
     async def send(
         self, replica_url: str, body: bytes, *, request_id: str, cache_salt: str, path: str = "/chat/completions"
@@ -90,22 +130,24 @@ class UpstreamClient:
         headers = {**self._headers[replica_url], "x-request-id": request_id}
         if self._settings.salt_header is not None:
             headers[self._settings.salt_header] = cache_salt
-        request = self._client.build_request("POST", f"{replica_url}{path}", content=body, headers=headers)
         try:
-            response = await self._client.send(request, stream=True)
-        except httpx.HTTPError as error:
+            response = await self._session.post(
+                self._url(f"{replica_url}{path}"), data=body, headers=headers, allow_redirects=False
+            )
+        except (*_LEFT, TimeoutError) as error:
+            # Our own limits are cancellations here, so a time-out is one of the connection.
             raise UnreachableError(_reason(error)) from error
-        if response.status_code == 200:
-            return UpstreamResponse(response)
+        if response.status == 200:
+            return UpstreamResponse(response, self._ending)
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                told = await _beginning(response.aiter_bytes())
-        except (httpx.HTTPError, TimeoutError):
+                told = await _beginning(response.content)
+        except (*_LEFT, TimeoutError):
             told = b""
         finally:
-            await response.aclose()
-        refusal = upstream_refusal(response.status_code, told, response.headers.get("retry-after"), time.time())
-        refusal.upstream_status = response.status_code
+            response.release()
+        refusal = upstream_refusal(response.status, told, response.headers.get("retry-after"), time.time())
+        refusal.upstream_status = response.status
         raise refusal
 
     async def is_healthy(self, replica_url: str) -> bool:
@@ -116,25 +158,41 @@ class UpstreamClient:
         else:
             parts = urlsplit(replica_url)
             url = f"{parts.scheme}://{parts.netloc}{path}"
-        try:
-            response = await self._client.get(url, headers=self._headers[replica_url], timeout=HEALTH_TIMEOUT_S)
-        except httpx.HTTPError:
-            return False
-        return response.status_code == 200
+        answer = await self._get(url, self._headers[replica_url])
+        return answer is not None and answer[0] == 200
 
     async def max_model_len(self, replica_url: str) -> int | None:
         """The window that the replica tells for the model, if it does."""
-        headers = self._headers[replica_url]
+        answer = await self._get(f"{replica_url}/models", self._headers[replica_url])
+        if answer is None or answer[0] != 200:
+            return None
         try:
-            response = await self._client.get(f"{replica_url}/models", headers=headers, timeout=HEALTH_TIMEOUT_S)
-            cards = response.json().get("data", ()) if response.status_code == 200 else ()
-        except (httpx.HTTPError, ValueError, AttributeError):
+            cards = msgspec.json.decode(answer[1]).get("data", ())
+        except (msgspec.MsgspecError, AttributeError):
             return None
         for card in cards:
             if isinstance(card, dict) and card.get("id") == self._settings.model:
                 window = card.get("max_model_len")
                 return window if isinstance(window, int) and window > 1 else None
         return None
+
+    async def _get(self, url: str, headers: dict[str, str]) -> tuple[int, bytes] | None:
+        """Status and body; ``None`` where none comes in time."""
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        try:
+            async with self._session.get(
+                self._url(url), headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                return response.status, await response.read()
+        except (*_LEFT, TimeoutError):
+            return None
+
+    def _url(self, url: str) -> URL:
+        """An address of the configuration, read once."""
+        known = self._urls.get(url)
+        if known is None:
+            known = self._urls[url] = URL(url)
+        return known
 
     def _make_headers(self, replica: ReplicaSettings) -> dict[str, str]:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -146,13 +204,10 @@ class UpstreamClient:
         return headers
 
 
-async def _beginning(pieces: AsyncIterator[bytes]) -> bytes:
+async def _beginning(content: Any) -> bytes:
     found = b""
-    async with aclosing(pieces) as open_pieces:  # type: ignore[type-var]
-        async for piece in open_pieces:
-            found += piece
-            if len(found) > MAX_ERROR_BYTES:
-                break
+    while len(found) <= MAX_ERROR_BYTES and (piece := await content.readany()):
+        found += piece
     return found[:MAX_ERROR_BYTES]
 
 

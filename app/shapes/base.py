@@ -33,10 +33,11 @@ class Shape(Protocol):
 
 async def chunks_of(frames: AsyncIterator[bytes]) -> AsyncIterator[Json]:
     """The chunks in the frames of a chat completion; one with ``error`` is the last."""
-    async for frame in frames:
-        data = frame.removeprefix(b"data: ").strip()
-        if data != b"[DONE]":
-            yield msgspec.json.decode(data)
+    async for several in frames:
+        for frame in several.split(b"\n\n"):
+            data = frame.removeprefix(b"data: ").strip()
+            if data and data != b"[DONE]":
+                yield msgspec.json.decode(data)
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:

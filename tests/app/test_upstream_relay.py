@@ -339,6 +339,16 @@ def test_connections_are_used_again(url: str, upstream: Upstream) -> None:
     assert upstream.num_connections == num_before + 1
 
 
+def test_connections_of_streams_are_used_again(url: str, upstream: Upstream) -> None:
+    # The end of the HTTP answer comes after [DONE], in a packet of its own.
+    post(url, make_body())
+    num_before = upstream.num_connections
+    for _ in range(5):
+        assert stream(url)[-1] == "[DONE]"
+        time.sleep(0.05)
+    assert upstream.num_connections == num_before + 1
+
+
 def test_a_large_request_does_not_hold_up_small_ones(url: str) -> None:
     # Ten megabytes of tokens take a thread seconds to count; meanwhile the event loop answers.
     large = threading.Thread(target=post, args=(url, make_body("word " * 2_000_000, firsttoken={"bypass": True})))
