@@ -42,7 +42,7 @@ def create_app(
         finally:
             await gateway.close()
 
-    return Litestar(
+    app = Litestar(
         route_handlers=[
             AdminRecordsController,
             AdminTenantsController,
@@ -65,3 +65,9 @@ def create_app(
         logging_config=None,
         debug=False,
     )
+    if gateway.tracing is not None:
+        from app.tracing import TracingMiddleware
+
+        # Around the router, so that unknown paths are traced as well; Litestar's own middlewares begin behind it.
+        app.asgi_handler = TracingMiddleware(app.asgi_handler, gateway.tracing)
+    return app

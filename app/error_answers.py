@@ -1,11 +1,14 @@
 """Errors from before an answer begins: counted, logged, and told in the shape of the API they came through."""
 
+from typing import Any
+
 import structlog
 from litestar import Response
 
 from app.errors import ErrorAnswer, answer_of
-from app.http_io import GatewayRequest, gateway_of, request_id_of
+from app.http_io import GatewayRequest, gateway_of, log_fields
 from app.shapes.anthropic import error_body
+from app.trace_context import SCOPE_KEY
 
 
 def answer_error(request: GatewayRequest, error: Exception) -> Response[bytes]:
@@ -26,7 +29,10 @@ def _response(answer: ErrorAnswer, body: bytes) -> Response[bytes]:
 
 def _noted(request: GatewayRequest, error: Exception) -> ErrorAnswer:
     answer = answer_of(error)
-    log = structlog.get_logger("firsttoken.errors").bind(request_id=request_id_of(request.scope))
+    trace: Any = request.scope.get(SCOPE_KEY)
+    if trace is not None:
+        trace.on_error(answer)
+    log = structlog.get_logger("firsttoken.errors").bind(**log_fields(request.scope))
     fields = {"status": answer.status, "code": answer.code, "param": answer.param, "error": type(error).__name__}
     if answer.status == 500:
         log.error("request_failed", exc_info=error, **fields)

@@ -1,6 +1,8 @@
 """The gateway without HTTP: everything that lives as long as the process, put together in one place."""
 
 import asyncio
+from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,6 +26,9 @@ from engine.errors import ModelError
 from reducer.encoder import Encoder
 from reducer.reranker import Reranker
 
+if TYPE_CHECKING:
+    from app.tracing import Tracing
+
 
 class Gateway:
     """Built from settings, started once, closed once."""
@@ -39,6 +44,8 @@ class Gateway:
         self.drain = Drain()
         self.served_model = ServedModel(settings)
         self.metrics = GatewayMetrics(self.served_model.name)
+        self.tracing = make_tracing(settings, self.served_model) if settings.tracing.enabled else None
+        """Spans of requests, where they are on."""
         self.encoder_state = "loading" if settings.encoder.enabled else "disabled"
         """``loading``, ``loaded``, ``disabled``, or ``failed: …``."""
         self.encoder: Encoder | None = None
@@ -92,6 +99,8 @@ class Gateway:
         await self.backend.close()
         await self.tenancy.close()
         self.workers.close()
+        if self.tracing is not None:
+            await self.tracing.close()
 
     def _make_chat_service(self, compactor: Compactor) -> ChatService:
         settings = self.settings
@@ -151,6 +160,21 @@ class Gateway:
                 raise
             structlog.get_logger("firsttoken").warning("reranker_missing", reason=str(error))
             return None
+
+
+def make_tracing(settings: Settings, served_model: ServedModel) -> "Tracing":
+    """OpenTelemetry, imported here. Raises ``ConfigError`` where it is not installed."""
+    try:
+        from app.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(f"tracing.enabled needs {error.name}: pip install 'firsttoken[otel]'") from error
+
+    return Tracing(
+        settings.tracing,
+        provider_name=settings.backend.flavour if settings.backend.kind == "openai" else "firsttoken",
+        response_model=served_model.own_name,
+        version=version("firsttoken"),
+    )
 
 
 def load_encoder(settings: Settings) -> Encoder:

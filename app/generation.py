@@ -107,6 +107,9 @@ class Generation:
         self.waterfall: Waterfall | None = None
         """Its stages, once it has come."""
         self.timeline = Timeline(arrived_s) if timeline is None else timeline
+        wants_text = self.timeline.trace is not None and self.timeline.trace.wants_text
+        self.captured: list[list[str]] | None = [[] for _ in self.choices] if wants_text else None
+        """Texts of each choice, where a trace is to tell them."""
         self._outputs = outputs
         self._lease = lease
         self._observer = observer
@@ -152,6 +155,8 @@ class Generation:
             index, output = item
             if output.text:
                 self._note_text(self.choices[index])
+                if self.captured is not None:
+                    self.captured[index].append(output.text)
             if output.text or output.logprobs or output.finish_reason is not None:
                 yield Delta(index, output.text, output.logprobs, output.finish_reason)
             if self.finish_reason is not None:

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import msgspec
 from litestar import Request, Response
-from litestar.datastructures import State
+from litestar.datastructures import Headers, State
 from litestar.types import Message, Receive, Scope
 
 from app.auth import Principal
 from app.chat_service import Arrival
 from app.errors import AuthenticationError, ClientDisconnectedError, InvalidRequestError, RequestTooLargeError
 from app.gateway import Gateway
+from app.trace_context import trace_of
 from app.waterfall import Timeline
 
 GatewayRequest = Request[Any, Any, State]
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SCOPE_KEY = "firsttoken.request_id"
+_CALLER_KEY = "firsttoken.caller"
 _TRUE = ("1", "true", "yes", "on")
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
@@ -38,6 +40,23 @@ def request_id_of(scope: Scope) -> str:
     request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
     scope[_SCOPE_KEY] = request_id  # type: ignore[literal-required]
     return request_id
+
+
+def note_caller(scope: Scope, principal: Principal) -> None:
+    """Who calls, for the log of an error that may come later."""
+    scope[_CALLER_KEY] = principal  # type: ignore[literal-required]
+
+
+def log_fields(scope: Scope) -> dict[str, str]:
+    """What identifies a request in a log: its id, and its caller and its trace where they are known."""
+    fields = {"request_id": request_id_of(scope)}
+    caller: Principal | None = scope.get(_CALLER_KEY)  # type: ignore[assignment]
+    if caller is not None:
+        fields |= {"tenant": caller.tenant_id, "key": caller.key_name}
+    trace = trace_of(scope, Headers.from_scope(scope))
+    if trace is not None:
+        fields["trace_id"] = trace.trace_id
+    return fields
 
 
 async def add_request_id(message: Message, scope: Scope) -> None:
@@ -63,12 +82,13 @@ async def authenticated(request: GatewayRequest) -> Principal:
 
 async def read_arrival(request: GatewayRequest) -> Arrival:
     """Authenticates, then reads the body. Raises ``AuthenticationError`` or as ``read_body`` does."""
-    timeline = Timeline(time.perf_counter())
+    timeline = Timeline(time.perf_counter(), trace_of(request.scope, request.headers))
     try:
         principal = await authenticated(request)
     except AuthenticationError:
         await _discard(request.receive)
         raise
+    note_caller(request.scope, principal)
     timeline.lap("authenticate")
     body = await read_body(request, gateway_of(request).settings.server.max_body_bytes)
     timeline.lap("read_body")

@@ -240,6 +240,9 @@ class Relay(Generation):
 
     def _note(self, facts: ChunkFacts) -> None:
         self._texts += [text for _, text in facts.texts]
+        if self.captured is not None:
+            for index, text in facts.texts:
+                self.captured[index].append(text)
         for index, reason in facts.finished:
             self._choice(index).finish_reason = reason
         if facts.num_prompt_tokens is not None:

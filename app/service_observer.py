@@ -91,6 +91,9 @@ class ServiceObserver:
         if generation.is_counted_at_end:
             self._compare_counts(generation)
         self._metrics.on_end(generation)
+        trace = generation.timeline.trace
+        if trace is not None:
+            trace.on_end(generation)
         if self._usage is not None:
             self._usage.on_cached(generation.compaction.principal, generation.num_cached_tokens)
         timings = generation.timings
@@ -99,7 +102,9 @@ class ServiceObserver:
             "completion",
             request_id=generation.request_id,
             completion_id=generation.completion_id,
+            receipt_id=generation.compaction.receipt_id,
             tenant=generation.compaction.principal.tenant_id,
+            key=generation.compaction.principal.key_name,
             outcome=generation.outcome,
             prompt_tokens=generation.num_prompt_tokens,
             cached_tokens=generation.num_cached_tokens,
@@ -108,6 +113,7 @@ class ServiceObserver:
             prefill_ms=round(timings.prefill_ms, 1) if timings else None,
             ttft_ms=round(first_text_s * 1000, 1) if first_text_s is not None else None,
             total_ms=round(generation.elapsed_s * 1000, 1),
+            **({} if trace is None else {"trace_id": trace.trace_id}),
         )
 
     def _compare_counts(self, generation: Generation) -> None:

@@ -27,6 +27,7 @@ from app.operator_settings import (
     CounterSettings,
     StorageSettings,
 )
+from app.tracing_settings import TracingSettings
 from engine.config import EngineConfig
 from reducer.config import ReducerConfig
 
@@ -266,6 +267,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     counters: CounterSettings = CounterSettings()
     admin: AdminSettings = AdminSettings()
     logging: LoggingSettings = LoggingSettings()
+    tracing: TracingSettings = TracingSettings()
 
     def __post_init__(self) -> None:
         owners: dict[str, str] = {}

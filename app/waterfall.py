@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
+from app.trace_context import Trace
 from engine.outputs import RequestTimings
 
 T = TypeVar("T")
@@ -119,10 +120,14 @@ class TimedJob:
 class Timeline:
     """Laps of one request on the ``time.perf_counter`` clock. A lap goes from the end of the one before to its own."""
 
-    __slots__ = ("_laps", "_last_s", "arrived_s")
+    __slots__ = ("_laps", "_last_s", "arrived_s", "trace")
 
-    def __init__(self, arrived_s: float) -> None:
+    def __init__(self, arrived_s: float, trace: Trace | None = None) -> None:
         self.arrived_s = arrived_s
+        self.trace = trace
+        """Where the request is in a trace of its client's or ours."""
+        if trace is not None:
+            trace.attach(self)
         self._last_s = arrived_s
         self._laps: list[tuple[Stage, float]] = []
 

@@ -8,6 +8,7 @@ the client's to see.
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from app.backends.upstream_client import UnreachableError, UpstreamClient, Upstr
 from app.backends.upstream_counting import load_counting_encoder
 from app.backends.upstream_errors import FAILED_STATUSES, RETRIED_STATUSES, broken_stream
 from app.errors import UpstreamError
+from app.trace_context import UpstreamCall
 from app.waterfall import TimedJob
 from app.workers import WorkerPool
 from engine.errors import EngineDeadError, ModelError
@@ -55,6 +57,8 @@ class UpstreamAnswer:
         self._first = first
         self._idle_timeout_s = idle_timeout_s
         self._is_closed = False
+        self.call: UpstreamCall | None = None
+        """The span of this try, where there is one."""
 
     async def next_chunks(self) -> list[bytes]:
         """What has come of a stream since the last call, from the first chunk on; empty at its end or ``[DONE]``.
@@ -92,6 +96,8 @@ class UpstreamAnswer:
             self._response.close()
         finally:
             self.replica.end()
+            if self.call is not None:
+                self.call.end()
 
 
 class OpenAIBackend:
@@ -273,11 +279,17 @@ class OpenAIBackend:
         limit_s = self._settings.first_token_timeout_s
         response: UpstreamResponse | None = None
         has_begun = False
+        trace = None if request.timeline is None else request.timeline.trace
+        call = None if trace is None else trace.call(replica.url, self._settings.model)
         replica.begin()
         try:
             async with asyncio.timeout(limit_s):
                 response = await client.send(
-                    replica.url, body, request_id=request.request_id, cache_salt=request.cache_salt
+                    replica.url,
+                    body,
+                    request_id=request.request_id,
+                    cache_salt=request.cache_salt,
+                    trace_headers={} if call is None else call.headers,
                 )
                 if not request.streams:
                     answer = UpstreamAnswer(replica, response, body=await response.body())
@@ -290,6 +302,7 @@ class OpenAIBackend:
                     answer = UpstreamAnswer(
                         replica, response, first=first, idle_timeout_s=self._settings.idle_timeout_s
                     )
+            answer.call = call
             has_begun = True
         except TimeoutError:
             replica.fail("no answer in time")
@@ -302,6 +315,8 @@ class OpenAIBackend:
                         response.close()
                 finally:
                     replica.end()
+                    if call is not None:
+                        call.end(sys.exception() or UnreachableError("it did not begin"))
         return answer
 
     def _give_up(self, failure: Exception | None) -> Exception:

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -121,13 +123,20 @@ class UpstreamClient:
         await self._session.close()
 
     async def send(
-        self, replica_url: str, body: bytes, *, request_id: str, cache_salt: str, path: str = "/chat/completions"
+        self,
+        replica_url: str,
+        body: bytes,
+        *,
+        request_id: str,
+        cache_salt: str,
+        path: str = "/chat/completions",
+        trace_headers: Mapping[str, str] = MappingProxyType({}),
     ) -> UpstreamResponse:
         """Sends a request; returns when the answer begins.
 
         Raises ``UpstreamError`` for a refusal, ``UnreachableError`` where nothing was answered.
         """
-        headers = {**self._headers[replica_url], "x-request-id": request_id}
+        headers = {**trace_headers, **self._headers[replica_url], "x-request-id": request_id}
         if self._settings.salt_header is not None:
             headers[self._settings.salt_header] = cache_salt
         try:
