@@ -204,7 +204,9 @@ class Relay(Generation):
                 if frame is None:
                     continue
                 frames.append(frame)
-                if self._num_learnt < MAX_LEARNT and (learnt := learn_template(data, frame, facts)) is not None:
+                # Where the texts are to be told as well, every chunk is read.
+                may_learn = self._num_learnt < MAX_LEARNT and self.captured is None
+                if may_learn and (learnt := learn_template(data, frame, facts)) is not None:
                     self._template = learnt
                     self._num_learnt += 1
         except UpstreamError as error:
@@ -242,7 +244,7 @@ class Relay(Generation):
         self._texts += [text for _, text in facts.texts]
         if self.captured is not None:
             for index, text in facts.texts:
-                self.captured[index].append(text)
+                self.captured[self._choice(index).index].append(text)
         for index, reason in facts.finished:
             self._choice(index).finish_reason = reason
         if facts.num_prompt_tokens is not None:

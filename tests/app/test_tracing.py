@@ -253,6 +253,17 @@ def test_each_try_at_a_replica_is_a_client_span_whose_context_goes_with_it() -> 
     assert "xyzzy" not in "".join(span.to_json() for span in exporter.get_finished_spans())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_of_a_replica_is_told_on_the_setting_too(stream: bool) -> None:
+    with running_upstream() as upstream:
+        app, exporter = traced(make_upstream_settings(upstream), content=True)
+        upstream.control(reply="one two three four five six seven")
+        with served(app) as url:
+            httpx.post(f"{url}{URL}", json=make_body(stream=stream), headers=bearer())
+    told = str(dict(server_span(exporter).attributes or {})["gen_ai.output.messages"])
+    assert msgspec.json.decode(told)[0]["parts"][0]["content"] == "one two three four five six seven"
+
+
 def test_without_spans_the_clients_context_passes_on_as_it_came() -> None:
     with running_upstream() as upstream, served(create_app(make_upstream_settings(upstream))) as url:
         for headers in (TRACEPARENT, {}, {"traceparent": "00-nonsense"}):
