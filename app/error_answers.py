@@ -7,6 +7,7 @@ from litestar import Response
 
 from app.errors import ErrorAnswer, answer_of
 from app.http_io import GatewayRequest, gateway_of, log_fields
+from app.metric_labels import code_label, status_label
 from app.shapes.anthropic import error_body
 from app.trace_context import SCOPE_KEY
 
@@ -39,5 +40,5 @@ def _noted(request: GatewayRequest, error: Exception) -> ErrorAnswer:
     else:
         log.info("request_refused", **fields)
     metrics, model = gateway_of(request).metrics, gateway_of(request).served_model.name
-    metrics.request_errors.labels(model, str(answer.status), answer.code or "none").inc()
+    metrics.request_errors.labels(model, status_label(answer.status), code_label(answer.code)).inc()
     return answer

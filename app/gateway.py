@@ -14,7 +14,7 @@ from app.compaction import Compactor
 from app.drain import Drain
 from app.errors import ConfigError, OverloadedError
 from app.input_budget import TtftObjective
-from app.observability import EngineCollector, GatewayMetrics
+from app.observability import EngineCollector, GatewayCollector, GatewayMetrics
 from app.relay import RelayBackend
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
@@ -114,6 +114,9 @@ class Gateway:
         objective = TtftObjective(cost_model)
         self.metrics.registry.register(
             EngineCollector(self.served_model.name, lambda: self.backend.stats, lambda: self.backend.is_alive)
+        )
+        self.metrics.registry.register(
+            GatewayCollector(self.served_model.name, self.backend.info, lambda: self.tenancy.num_counter_failures)
         )
         if isinstance(self.backend, RelayBackend):
             self.metrics.registry.register(ReplicaCollector(self.served_model.name, self.backend.replicas))

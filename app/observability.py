@@ -1,17 +1,19 @@
 """Metrics in Prometheus' format: our prefix, vLLM's suffixes, bounded labels, nothing of a tenant or a prompt."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from app.compaction import Compaction
 from app.generation import Generation
+from app.metric_labels import finish_label
 from app.receipts import saved_tokens
 from app.waterfall_metrics import WaterfallCollector
 from engine.lengths import length_bucket
-from engine.outputs import EngineStats, KVTransferStats
+from engine.outputs import EngineStats, KVTransferStats, ModelInfo
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series per counter that nobody graphs
 
@@ -25,6 +27,7 @@ TTFT_BUCKETS = (
 ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 LATENCY_BUCKETS = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),)
 STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
 
@@ -69,6 +72,14 @@ class EngineCollector(Collector):
         ):
             by_source.add_metric([self._model_name, source], count)
         yield by_source
+        if stats.step_tokens is not None:
+            steps = HistogramMetricFamily(
+                "firsttoken_iteration_tokens_total", "Tokens computed in a step of the engine", labels=["model_name"]
+            )
+            bounds = [*(str(float(upper)) for upper in stats.step_tokens.upper), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(stats.step_tokens.counts), strict=True))
+            steps.add_metric([self._model_name], buckets, stats.step_tokens.sum)
+            yield steps
         if stats.kv_transfer is not None:
             yield from self._transfers(stats.kv_transfer)
 
@@ -96,6 +107,38 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(f"firsttoken_{name}", text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
+
+
+class GatewayCollector(Collector):
+    """What the gateway knows without counting it for Prometheus, read when it is scraped."""
+
+    def __init__(self, model_name: str, info: ModelInfo, num_counter_failures: Callable[[], int]) -> None:
+        self._model_name = model_name
+        self._info = info
+        self._num_counter_failures = num_counter_failures
+
+    def collect(self) -> Iterator[Metric]:
+        """One family each."""
+        failures = CounterMetricFamily(
+            "firsttoken_counter_failures",
+            "Times the shared store of counters did not answer",
+            labels=["model_name"],
+        )
+        failures.add_metric([self._model_name], self._num_counter_failures())
+        yield failures
+        info = self._info
+        if not info.num_blocks:
+            return  # computed elsewhere: nothing is known of its cache
+        labels = {
+            "model_name": self._model_name,
+            "block_size": str(info.block_size),
+            "num_blocks": str(info.num_blocks),
+            "cache_dtype": info.kv_cache_dtype,
+            "num_second_tier_blocks": str(info.num_second_tier_blocks),
+        }
+        cache = GaugeMetricFamily("firsttoken_cache_config_info", "The KV cache; always 1", labels=list(labels))
+        cache.add_metric(list(labels.values()), 1)
+        yield cache
 
 
 class GatewayMetrics:
@@ -141,6 +184,9 @@ class GatewayMetrics:
         self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self.generation_size = histogram("request_generation_tokens", "Output tokens of a request", TOKEN_BUCKETS)
         self.max_tokens = histogram("request_params_max_tokens", "Output tokens allowed", TOKEN_BUCKETS)
+        self.num_choices = histogram("request_params_n", "Answers asked for", CHOICE_BUCKETS)
+        self.longest = histogram("request_max_num_generation_tokens", "Tokens of the longest answer", TOKEN_BUCKETS)
+        self.computed = histogram("request_prefill_kv_computed_tokens", "Prompt tokens not cached", TOKEN_BUCKETS)
 
         # Looked up once: a stream observes it with every token.
         self._own_itl = self.itl.labels(model_name)
@@ -184,7 +230,8 @@ class GatewayMetrics:
         self.prompt_tokens.labels(model).inc(generation.num_prompt_tokens)
         self.prompt_tokens_cached.labels(model).inc(generation.num_cached_tokens)
         self.generation_tokens.labels(model).inc(generation.num_output_tokens)
-        self.request_success.labels(model, generation.outcome or "unknown").inc()
+        self.request_success.labels(model, finish_label(generation.outcome)).inc()
+        self.num_choices.labels(model).observe(len(generation.choices))
         if generation.finish_reason is None or timings is None:
             return
         bucket = length_bucket(generation.num_prompt_tokens)
@@ -196,6 +243,8 @@ class GatewayMetrics:
         self.prompt_size.labels(model).observe(generation.num_prompt_tokens)
         self.generation_size.labels(model).observe(generation.num_output_tokens)
         self.max_tokens.labels(model).observe(generation.max_tokens)
+        self.longest.labels(model).observe(max(choice.num_output_tokens for choice in generation.choices))
+        self.computed.labels(model).observe(max(0, generation.num_prompt_tokens - generation.num_cached_tokens))
         num_tokens = generation.choices[0].num_output_tokens  # whose timings these are
         if num_tokens > 1:
             self.tpot.labels(model).observe(timings.decode_ms / 1000 / (num_tokens - 1))

@@ -36,6 +36,7 @@ from engine.outputs import (
     ModelInfo,
     RequestOutput,
     RequestTimings,
+    TokenHistogram,
 )
 from engine.process import DEFAULT_ENGINE, EngineClient, RestartPolicy
 from engine.sampling_params import SamplingParams
@@ -228,6 +229,7 @@ class DisaggregatedClient:
             num_retried_steps=sum(stats.num_retried_steps for stats in every),
             cost_coefficients=prefill.cost_coefficients,
             by_length=prefill.by_length,
+            step_tokens=_sum_steps([stats.step_tokens for stats in every]),
             kv_transfer=_sum_transfers([engine.client.stats.kv_transfer for engine in self._prefill], decode),
         )
 
@@ -388,6 +390,15 @@ class _Load(Protocol):
 def _identity(info: ModelInfo) -> tuple[str, str, str, int]:
     """What has to be equal for blocks to match; the keys of the blocks hold the rest."""
     return info.weights_digest, info.dtype, info.kv_cache_dtype, info.block_size
+
+
+def _sum_steps(every: Sequence[TokenHistogram | None]) -> TokenHistogram | None:
+    """Steps of all engines that have reported."""
+    known = [steps for steps in every if steps is not None]
+    if not known:
+        return None
+    counts = tuple(sum(bins) for bins in zip(*(steps.counts for steps in known), strict=True))
+    return TokenHistogram(upper=known[0].upper, counts=counts, sum=sum(steps.sum for steps in known))
 
 
 def _sum_transfers(producers: Sequence[KVTransferStats | None], decode: Sequence[EngineStats]) -> KVTransferStats:

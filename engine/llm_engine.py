@@ -219,7 +219,7 @@ class LLMEngine:
                 runner_output = execute_in_parts(self.runner, scheduler_output, error)
             updates += self.scheduler.update_from_output(scheduler_output, runner_output, self._clock())
             self._take_logprobs(updates, runner_output)
-            self._counters.num_steps += 1
+            self._counters.add_step(scheduler_output.num_tokens)
         return [self._detokenise(update) for update in updates]
 
     def stats(self) -> EngineStats:

@@ -155,6 +155,16 @@ class LatencyHistogram(msgspec.Struct, frozen=True, kw_only=True):
     sum_ms: float
 
 
+class TokenHistogram(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one number of tokens, as Prometheus wants them."""
+
+    upper: tuple[int, ...]
+    """Upper bounds of the bins but the last one, which has none."""
+    counts: tuple[int, ...]
+    """Not cumulated; one more than there are bounds."""
+    sum: int
+
+
 class LengthStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one length bucket that got their first token."""
 
@@ -234,3 +244,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Prompt tokens whose blocks came from another engine, counted once per sequence; not among the cached ones."""
     kv_transfer: KVTransferStats | None = None
     """``None`` for an engine that computes both phases itself."""
+    step_tokens: TokenHistogram | None = None
+    """Tokens computed in a step."""

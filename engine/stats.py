@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from engine.cost_model import CostCoefficients
 from engine.lengths import LENGTH_BUCKETS, LengthBucket, length_bucket
-from engine.outputs import EngineStats, KVTransferStats, LatencyHistogram, LengthStats, RequestTimings
+from engine.outputs import EngineStats, KVTransferStats, LatencyHistogram, LengthStats, RequestTimings, TokenHistogram
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
@@ -75,6 +75,27 @@ class Histogram:
         return LatencyHistogram(upper_ms=UPPER_MS, counts=tuple(self.counts), sum_ms=self.sum_ms)
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the bins of tokens in a step, vLLM's."""
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """Counts steps by their tokens, in the bins of ``STEP_TOKENS``."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    sum: int = 0
+
+    def add(self, num_tokens: int) -> None:
+        """Count one step."""
+        self.counts[bisect.bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self.sum += num_tokens
+
+    def snapshot(self) -> TokenHistogram:
+        """The counts so far."""
+        return TokenHistogram(upper=STEP_TOKENS, counts=tuple(self.counts), sum=self.sum)
+
+
 @dataclass(slots=True)
 class _LengthCounters:
     num_requests: int = 0
@@ -108,6 +129,13 @@ class EngineCounters:
     by_length: dict[LengthBucket, _LengthCounters] = field(
         default_factory=lambda: {name: _LengthCounters() for name in LENGTH_BUCKETS}
     )
+
+    step_tokens: StepTokens = field(default_factory=StepTokens)
+
+    def add_step(self, num_tokens: int) -> None:
+        """Count a step that computed so many tokens."""
+        self.num_steps += 1
+        self.step_tokens.add(num_tokens)
 
     def add_token(self, sequence: Sequence) -> None:
         """Count the token that a sequence has just got; with the first one, its prompt."""
@@ -149,4 +177,5 @@ class EngineCounters:
             by_length={name: counters.snapshot() for name, counters in self.by_length.items()},
             transferred_prompt_tokens=self.transferred_prompt_tokens,
             kv_transfer=kv_transfer,
+            step_tokens=self.step_tokens.snapshot(),
         )
