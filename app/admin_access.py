@@ -20,17 +20,18 @@ def is_admin_key(digest: str, known: tuple[str, ...]) -> bool:
     return any(found)
 
 
-async def require_admin(request: GatewayRequest) -> "Storage":
-    """The storage, for an operator.
-
-    Raises ``AuthenticationError`` without a key or with an unknown one, ``PermissionDeniedError`` with a tenant's key,
-    ``NotFoundError`` where there is no database.
-    """
+async def require_admin_key(request: GatewayRequest) -> None:
+    """Raises ``AuthenticationError`` without a key or an unknown one, ``PermissionDeniedError`` with a tenant's."""
     gateway = gateway_of(request)
     authorization = request.headers.get("authorization")
     if not is_admin_key(key_digest(authorization), gateway.settings.admin.key_sha256):
         await _refuse(gateway, authorization)
-    storage = gateway.tenancy.storage
+
+
+async def require_admin(request: GatewayRequest) -> "Storage":
+    """The storage, for an operator. Raises as ``require_admin_key``, ``NotFoundError`` where there is no database."""
+    await require_admin_key(request)
+    storage = gateway_of(request).tenancy.storage
     if storage is None:
         raise NotFoundError("There is no database: storage.enabled is false.", code="storage_disabled")
     return storage

@@ -9,6 +9,7 @@ from litestar.datastructures import State
 from app.backends.base import Backend
 from app.config_file import load_settings
 from app.controllers.admin import AdminTenantsController
+from app.controllers.admin_config import AdminConfigController
 from app.controllers.admin_records import AdminRecordsController
 from app.controllers.chat import ChatController
 from app.controllers.compact import CompactController
@@ -44,6 +45,7 @@ def create_app(
 
     app = Litestar(
         route_handlers=[
+            AdminConfigController,
             AdminRecordsController,
             AdminTenantsController,
             ChatController,

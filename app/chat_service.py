@@ -25,7 +25,7 @@ from app.receipts import ReceiptKeeper, new_receipt_id
 from app.relay import Relay, RelayBackend
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
-from app.settings import LimitSettings
+from app.snapshot import Snapshot
 from app.summaries import BackendSummarizer
 from app.waterfall import TimedJob, Timeline
 from app.workers import WorkerPool
@@ -51,6 +51,8 @@ class Arrival:
     body: bytes
     arrived_s: float
     """On the ``time.perf_counter`` clock."""
+    snapshot: Snapshot
+    """The configuration that holds for this request, to its end."""
     bypass: bool = False
     """Asked for in a header; the body can ask for it as well."""
     timeline: Timeline | None = None
@@ -81,7 +83,6 @@ class ChatService:
         observer: ServiceObserver,
         drain: Drain,
         served_model: ServedModel,
-        limits: LimitSettings,
         refuse_long_outputs: bool = False,
     ) -> None:
         """``refuse_long_outputs``: a ``max_tokens`` beyond the room that the prompt leaves is an error, not reduced."""
@@ -94,7 +95,6 @@ class ChatService:
         self._observer = observer
         self._drain = drain
         self._served_model = served_model
-        self._limits = limits
         self._refuse_long_outputs = refuse_long_outputs
 
     async def compact(self, arrival: Arrival) -> Compaction:
@@ -123,7 +123,7 @@ class ChatService:
                 )
             self._served_model.check(request.body.model)
             compaction = await self._reduce(arrival, request, lease, timeline)
-            max_tokens = self._max_output_tokens(compaction)
+            max_tokens = self._max_output_tokens(arrival.snapshot, compaction)
             await lease.reserve(compaction.result.prompt_tokens, max_tokens * request.num_choices)
             timeline.lap("admission")
             generation = self._generate(arrival, compaction, max_tokens, lease, timeline)
@@ -153,12 +153,12 @@ class ChatService:
         self, arrival: Arrival, request: CompletionRequest, lease: Lease, timeline: Timeline
     ) -> Compaction:
         principal, overrides = arrival.principal, request.overrides
-        policy = self._compactor.choose_policy(request, principal)
+        policy = self._compactor.choose_policy(arrival.snapshot, request, principal)
         objective_ms = tightest_objective(
             overrides.ttft_slo_ms, principal.tenant.ttft_slo_ms, policy.settings.ttft_slo_ms
         )
         budget = self._compactor.input_budget(
-            request, principal, policy.settings, self._objective.max_input_tokens(objective_ms)
+            arrival.snapshot, request, principal, policy.settings, self._objective.max_input_tokens(objective_ms)
         )
         receipt_id = new_receipt_id()
         summarizer = self._make_summarizer(principal, policy, request, receipt_id)
@@ -170,6 +170,7 @@ class ChatService:
             compaction = await (self._workers.run_large if is_slow else self._workers.run)(
                 job,
                 self._compactor.compact,
+                arrival.snapshot,
                 request,
                 principal,
                 policy,
@@ -203,14 +204,14 @@ class ChatService:
             time_limit_s=history.summarizer_timeout_s,
         )
 
-    def _max_output_tokens(self, compaction: Compaction) -> int:
+    def _max_output_tokens(self, snapshot: Snapshot, compaction: Compaction) -> int:
         """Output tokens that one choice may have: what was asked for, clamped to the room in the window."""
         request, result = compaction.request, compaction.result
         room = self._backend.info.max_model_len - result.prompt_tokens
         assert room >= 1, "the budget leaves room for an output token"
         if self._refuse_long_outputs and request.max_tokens is not None and request.max_tokens > room:
             raise OutputTooLongError(request.max_tokens, room)
-        return min(request.max_tokens or self._limits.default_max_tokens or room, room)
+        return min(request.max_tokens or snapshot.settings.limits.default_max_tokens or room, room)
 
     def _generate(
         self, arrival: Arrival, compaction: Compaction, max_tokens: int, lease: Lease, timeline: Timeline
@@ -259,7 +260,8 @@ class ChatService:
         """The request on its way to an upstream; its own ``max_tokens`` stays unless it is over the room."""
         request, result = compaction.request, compaction.result
         is_own = max_tokens == request.max_tokens
-        is_unlimited = request.max_tokens is None and self._limits.default_max_tokens is None
+        limits = arrival.snapshot.settings.limits
+        is_unlimited = request.max_tokens is None and limits.default_max_tokens is None
         return Relay(
             request_id=arrival.request_id,
             compaction=compaction,

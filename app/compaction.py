@@ -10,9 +10,10 @@ from app.backends.base import PromptEncoder
 from app.completion_request import CompletionRequest
 from app.errors import ContextLengthError, InvalidRequestError
 from app.input_budget import BudgetLimits, InputBudget
-from app.policies import Policy, PolicyBook
+from app.policies import Policy
 from app.receipts import ReplayInputs, encode_receipt
-from app.settings import PolicySettings, Settings
+from app.settings import PolicySettings
+from app.snapshot import Snapshot
 from app.waterfall import STAGES, Stage
 from reducer.config import RecogniseConfig
 from reducer.embedded_passages import recognise_passages
@@ -92,19 +93,18 @@ def template_refusal(error: ValueError) -> InvalidRequestError:
 
 
 class Compactor:
-    """Reduces requests. Its work is CPU-heavy and thread-safe; it runs in worker threads."""
+    """Reduces requests. Its work is CPU-heavy and thread-safe; it runs in worker threads.
+
+    It outlives the configuration: each request brings the snapshot it began with.
+    """
 
     def __init__(
         self,
-        settings: Settings,
         prompt_encoder: PromptEncoder,
         max_model_len: int,
         encoder: Encoder | None,
         reranker: Reranker | None = None,
-        policies: PolicyBook | None = None,
     ) -> None:
-        self._settings = settings
-        self._policies = policies or PolicyBook(settings)
         self._prompt_encoder = prompt_encoder
         self._max_model_len = max_model_len
         self._encoder = encoder
@@ -117,7 +117,7 @@ class Compactor:
         self._prompt_encoder.count_prompt([{"role": "user", "content": "warm-up"}])
         assert self._prompt_encoder.max_token_bytes > 0, "a token has at least one byte"
 
-    def choose_policy(self, request: CompletionRequest, principal: Principal) -> Policy:
+    def choose_policy(self, snapshot: Snapshot, request: CompletionRequest, principal: Principal) -> Policy:
         """The request's policy, else the tenant's.
 
         Raises ``InvalidRequestError`` for one that does not exist, naming those that do, and for one whose measured
@@ -125,9 +125,9 @@ class Compactor:
         """
         tenant = principal.tenant
         name = tenant.policy if request.overrides.policy is None else request.overrides.policy
-        policy = self._policies.get(name)
+        policy = snapshot.policies.get(name)
         if policy is None:
-            known = ", ".join(self._policies.names)
+            known = ", ".join(snapshot.policies.names)
             raise InvalidRequestError(
                 f"Invalid 'firsttoken.policy': {name!r} is unknown; known policies: {known}.",
                 param="firsttoken.policy",
@@ -144,10 +144,15 @@ class Compactor:
         return policy
 
     def input_budget(
-        self, request: CompletionRequest, principal: Principal, policy: PolicySettings, slo_tokens: int | None
+        self,
+        snapshot: Snapshot,
+        request: CompletionRequest,
+        principal: Principal,
+        policy: PolicySettings,
+        slo_tokens: int | None,
     ) -> InputBudget:
         """The budget of a request; ``slo_tokens`` is what its TTFT objective affords, ``None`` for no objective."""
-        limits, window = self._settings.limits, self._max_model_len
+        limits, window = snapshot.settings.limits, self._max_model_len
         reserve = limits.output_reserve_tokens if request.max_tokens is None else request.max_tokens
         return BudgetLimits(
             request=request.overrides.max_input_tokens,
@@ -160,6 +165,7 @@ class Compactor:
 
     def compact(
         self,
+        snapshot: Snapshot,
         request: CompletionRequest,
         principal: Principal,
         policy: Policy,
@@ -222,7 +228,7 @@ class Compactor:
             tools=[dict(tool) for tool in request.parts.tools],
             unsent_tools=[dict(tool) for tool in unsent_tools],
         )
-        receipt = encode_receipt(receipt_id, policy.name, request.parts, result, self._settings.receipts, replay)
+        receipt = encode_receipt(receipt_id, policy.name, request.parts, result, snapshot.settings.receipts, replay)
         return Compaction(
             request=request,
             principal=principal,

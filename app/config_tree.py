@@ -1,8 +1,9 @@
 """Turns a tree of TOML tables into Structs, with errors that open with the path of the key at fault."""
 
 import difflib
+import re
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
@@ -11,6 +12,8 @@ from app.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+_PLACE = re.compile(r" - at `\$(\S*)`$")
+
 
 def struct_of(tree: Mapping[str, Any], kind: type[S], path: str = "") -> S:
     """Converts a TOML table to a Struct. Raises ``ConfigError`` that opens with the path of the key at fault."""
@@ -18,14 +21,22 @@ def struct_of(tree: Mapping[str, Any], kind: type[S], path: str = "") -> S:
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in fields:
-            raise ConfigError(f"unknown key {_join(path, key)!r}{_hint(key, list(fields))}")
+            path, hint = _join(path, key), _hint(key, list(fields))
+            raise ConfigError(f"unknown key {path!r}; {hint}", key=path, hint=hint)
         values[fields[key].name] = _value_of(value, fields[key].type, _join(path, key))
     if missing := [name for name, entry in fields.items() if entry.required and entry.name not in values]:
-        raise ConfigError(f"{_join(path, missing[0])} is missing")
+        path = _join(path, missing[0])
+        raise ConfigError(f"{path} is missing", key=path)
     try:
         return kind(**values)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}" if path else str(error)) from None
+        raise ConfigError(f"{path}: {error}" if path else str(error), key=_key_of(str(error), path, fields)) from None
+
+
+def _key_of(text: str, path: str, fields: Collection[str]) -> str | None:
+    """The key that a Struct complains about: its messages begin with the field, or with the path below it."""
+    first = text.split()[0].rstrip(":,") if text.strip() else ""
+    return _join(path, first) if first.partition(".")[0].partition("[")[0] in fields else path or None
 
 
 def _value_of(value: Any, kind: Any, path: str) -> Any:
@@ -40,7 +51,9 @@ def _value_of(value: Any, kind: Any, path: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        # msgspec adds where inside the value: "Expected `int`, got `str` - at `$[1]`".
+        inside = _PLACE.search(str(error))
+        raise ConfigError(f"{path}: {error}", key=path + (inside[1] if inside else "")) from None
 
 
 def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
@@ -60,7 +73,7 @@ def _join(path: str, key: str) -> str:
 
 def _hint(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

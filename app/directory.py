@@ -52,13 +52,20 @@ class TenantDirectory:
         """Keys in memory beside those of the file."""
         return len(self._remembered)
 
-    async def authenticate(self, authorization: str | None) -> Principal:
-        """The principal of an ``Authorization`` header.
+    def use(self, authenticator: Authenticator, *, ttl_s: float, max_entries: int) -> None:
+        """Takes another configuration; what was read of the database before it is read anew."""
+        self._authenticator = authenticator
+        self._ttl_s = ttl_s
+        self._max_entries = max_entries
+        self.forget()
+
+    async def authenticate(self, authorization: str | None, authenticator: Authenticator | None = None) -> Principal:
+        """The principal of an ``Authorization`` header, by the file's keys in ``authenticator`` where one is given.
 
         Raises ``AuthenticationError``, and ``OverloadedError`` where the database does not answer.
         """
         digest = key_digest(authorization)
-        principal = self._authenticator.find(digest)
+        principal = (authenticator or self._authenticator).find(digest)
         if principal is None and self._source is not None:
             principal = await self._find(digest, self._source)
         if principal is None:

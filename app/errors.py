@@ -39,6 +39,12 @@ class GatewayError(Exception):
 class ConfigError(GatewayError):
     """Settings that cannot be used; the text names the file and the key."""
 
+    def __init__(self, message: str, *, key: str | None = None, hint: str | None = None) -> None:
+        """``key`` is the path of the key at fault, ``hint`` what may have been meant; both are in the text as well."""
+        super().__init__(message)
+        self.key = key
+        self.hint = hint
+
 
 class InvalidRequestError(GatewayError):
     """A request field is missing, of the wrong type or out of range."""

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from app.auth import Principal
-from app.backends.base import Backend
+from app.auth import Authenticator, Principal
+from app.backends.base import Backend, Reconfigurable
 from app.backends.replica_metrics import ReplicaCollector
 from app.chat_service import ChatService
 from app.compaction import Compactor
+from app.config_status import ConfigCollector, ReloadRecord
 from app.drain import Drain
 from app.errors import ConfigError, OverloadedError
 from app.input_budget import TtftObjective
@@ -19,6 +20,7 @@ from app.relay import RelayBackend
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import Settings
+from app.snapshot import LiveConfig
 from app.tenancy import Tenancy
 from app.workers import WorkerPool
 from engine.cost_model import PrefillCostModel
@@ -34,11 +36,10 @@ class Gateway:
     """Built from settings, started once, closed once."""
 
     def __init__(self, settings: Settings, workers: WorkerPool, backend: Backend) -> None:
-        self.settings = settings
+        self.config = LiveConfig(settings)
         self.workers = workers
         self.backend = backend
-        self.tenancy = Tenancy(settings)
-        self.authenticator = self.tenancy.authenticator
+        self.tenancy = Tenancy(self.config)
         self.directory = self.tenancy.directory
         self.admission = self.tenancy.admission
         self.drain = Drain()
@@ -46,12 +47,24 @@ class Gateway:
         self.metrics = GatewayMetrics(self.served_model.name)
         self.tracing = make_tracing(settings, self.served_model) if settings.tracing.enabled else None
         """Spans of requests, where they are on."""
+        self.reloads = ReloadRecord()
+        self.metrics.registry.register(ConfigCollector(lambda: self.reloads))
         self.encoder_state = "loading" if settings.encoder.enabled else "disabled"
         """``loading``, ``loaded``, ``disabled``, or ``failed: …``."""
         self.encoder: Encoder | None = None
         """The embedding model, once it is loaded."""
         self._chat_service: ChatService | None = None
         self._start_lock = asyncio.Lock()
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force. A request keeps those of the snapshot that it began with."""
+        return self.config.settings
+
+    @property
+    def authenticator(self) -> Authenticator:
+        """The keys of the file's tenants."""
+        return self.config.current.authenticator
 
     @property
     def chat_service(self) -> ChatService:
@@ -84,15 +97,27 @@ class Gateway:
                     await self.tenancy.close()
                     raise outcome
             assert not isinstance(models, BaseException), "failures were raised above"
-            compactor = Compactor(
-                self.settings,
-                self.backend.encoder,
-                self.backend.info.max_model_len,
-                *models,
-                policies=self.tenancy.policies,
-            )
+            compactor = Compactor(self.backend.encoder, self.backend.info.max_model_len, *models)
             await self.workers.run(compactor.warm_up)
             self._chat_service = self._make_chat_service(compactor)
+
+    async def use(self, settings: Settings) -> None:
+        """Serves requests that begin from now on with other settings; those that run keep theirs.
+
+        ``settings`` differ from those in force in live keys only (``app.config_changes``). Raises ``ConfigError`` where
+        they cannot be used; nothing has changed then.
+        """
+        authenticator = await asyncio.to_thread(Authenticator, settings)
+        await self.tenancy.check(settings)
+        backend = self.backend if isinstance(self.backend, Reconfigurable) else None
+        if backend is not None:
+            backend.check(settings.backend)
+        # From here on nothing waits and nothing fails.
+        self.config.swap(self.config.next(settings, authenticator))
+        self.tenancy.use_config()
+        self.workers.limit(settings.server.max_pending_jobs)
+        if backend is not None:
+            backend.use(settings.backend)
 
     async def close(self) -> None:
         """Ends the backend and drops what waits for a thread. May be called twice."""
@@ -132,7 +157,6 @@ class Gateway:
             observer=ServiceObserver(self.metrics, objective, self.served_model.name, self.tenancy, self.tenancy),
             drain=self.drain,
             served_model=self.served_model,
-            limits=settings.limits,
             refuse_long_outputs=settings.engine.admission.max_tokens_overflow == "refuse",
         )
 

@@ -16,6 +16,7 @@ from app.auth import Principal
 from app.chat_service import Arrival
 from app.errors import AuthenticationError, ClientDisconnectedError, InvalidRequestError, RequestTooLargeError
 from app.gateway import Gateway
+from app.snapshot import Snapshot
 from app.trace_context import trace_of
 from app.waterfall import Timeline
 
@@ -72,31 +73,35 @@ def gateway_of(request: GatewayRequest) -> Gateway:
     return gateway
 
 
-async def authenticated(request: GatewayRequest) -> Principal:
-    """The caller, by ``Authorization`` or, as Anthropic's clients do, ``x-api-key``. Raises ``AuthenticationError``."""
+async def authenticated(request: GatewayRequest, snapshot: Snapshot | None = None) -> Principal:
+    """The caller, by ``Authorization`` or, as Anthropic's clients do, ``x-api-key``; by the keys of ``snapshot``, else
+    of the one in force. Raises ``AuthenticationError``."""
     authorization = request.headers.get("authorization")
     if authorization is None and (key := request.headers.get("x-api-key")) is not None:
         authorization = f"Bearer {key}"
-    return await gateway_of(request).directory.authenticate(authorization)
+    gateway = gateway_of(request)
+    return await gateway.directory.authenticate(authorization, (snapshot or gateway.config.current).authenticator)
 
 
 async def read_arrival(request: GatewayRequest) -> Arrival:
     """Authenticates, then reads the body. Raises ``AuthenticationError`` or as ``read_body`` does."""
     timeline = Timeline(time.perf_counter(), trace_of(request.scope, request.headers))
+    snapshot = gateway_of(request).config.current
     try:
-        principal = await authenticated(request)
+        principal = await authenticated(request, snapshot)
     except AuthenticationError:
         await _discard(request.receive)
         raise
     note_caller(request.scope, principal)
     timeline.lap("authenticate")
-    body = await read_body(request, gateway_of(request).settings.server.max_body_bytes)
+    body = await read_body(request, snapshot.settings.server.max_body_bytes)
     timeline.lap("read_body")
     return Arrival(
         request_id=request_id_of(request.scope),
         principal=principal,
         body=body,
         arrived_s=timeline.arrived_s,
+        snapshot=snapshot,
         bypass=request.headers.get("x-firsttoken-bypass", "").strip().lower() in _TRUE,
         timeline=timeline,
     )

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from app.answers import compact_answer
-from app.auth import Authenticator
 from app.backends.base import PromptEncoder
 from app.compaction import Compactor, RequestCounter
 from app.completion_request import read_completion, read_relayed
@@ -15,6 +14,7 @@ from app.errors import ConfigError
 from app.gateway import load_encoder, load_reranker
 from app.receipts import new_receipt_id
 from app.settings import Settings
+from app.snapshot import LiveConfig
 from reducer.encoder import Encoder
 from reducer.reranker import Reranker
 
@@ -56,16 +56,18 @@ class LocalModels:
 
 def compact_here(settings: Settings, api_key: str, body: bytes) -> bytes:
     """The answer of ``POST /v1/compact`` as JSON. Raises what the gateway would answer with."""
-    principal = Authenticator(settings).authenticate(f"Bearer {api_key}")
+    snapshot = LiveConfig(settings).current
+    principal = snapshot.authenticator.authenticate(f"Bearer {api_key}")
     request = (read_relayed if settings.backend.kind == "openai" else read_completion)(body)
     models = LocalModels.load(settings)
-    compactor = Compactor(settings, models.prompt_encoder, models.window, models.encoder, models.reranker)
-    policy = compactor.choose_policy(request, principal)
+    compactor = Compactor(models.prompt_encoder, models.window, models.encoder, models.reranker)
+    policy = compactor.choose_policy(snapshot, request, principal)
     compaction = compactor.compact(
+        snapshot,
         request,
         principal,
         policy,
-        compactor.input_budget(request, principal, policy.settings, None),
+        compactor.input_budget(snapshot, request, principal, policy.settings, None),
         new_receipt_id(),
         bypass=bool(request.overrides.bypass),
     )

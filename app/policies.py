@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from app.config_tree import merge, struct_of
+from app.errors import ConfigError
 from app.settings import DEFAULT_POLICY, PolicySettings, Settings
 from reducer.config import ReducerConfig
 
@@ -53,6 +54,23 @@ class PolicyBook:
     def get(self, name: str) -> Policy | None:
         """The policy called ``name``, or ``None`` where there is none."""
         return self._of_file.get(name) or self._stored.get(name)
+
+    def on(self, settings: Settings) -> "PolicyBook":
+        """The policies of other settings, beside the same ones of the database.
+
+        Raises ``ConfigError`` for a name that both have, and for a policy of the database that no longer fits.
+        """
+        book = PolicyBook(settings)
+        if taken := sorted(set(book.file_names) & set(self._stored)):
+            raise ConfigError(
+                f"policies.{taken[0]} is in the database as well; rename it in the file", key=f"policies.{taken[0]}"
+            )
+        stored = {}
+        for name, policy in self._stored.items():
+            assert policy.version is not None, "stored policies have versions"
+            stored[name] = book.make(name, policy.version, policy.settings)
+        book.replace_stored(stored)
+        return book
 
     def make(self, name: str, version: int, settings: PolicySettings) -> Policy:
         """A policy of the database. Raises ``ConfigError`` naming a reducer key that does not fit."""

@@ -204,6 +204,13 @@ class ReceiptStore:
         """Bytes of all records."""
         return self._num_bytes
 
+    def limit(self, settings: ReceiptSettings) -> None:
+        """Takes other limits; what is over them goes at once."""
+        self._settings = settings
+        for tenant_id in list(self._by_tenant):
+            self._trim(tenant_id)
+        self._trim_all()
+
     def put(self, receipt_id: str, principal: Principal, document: bytes) -> None:
         """Keeps a record in place of an earlier one with this id; one over the limits on its own is not kept."""
         settings, tenant_id = self._settings, principal.tenant_id
@@ -216,14 +223,8 @@ class ReceiptStore:
         own[receipt_id] = None
         self._bytes_by_tenant[tenant_id] = self._bytes_by_tenant.get(tenant_id, 0) + len(document)
         self._num_bytes += len(document)
-        while (
-            len(own) > settings.max_entries_per_tenant
-            or self._bytes_by_tenant[tenant_id] > settings.max_bytes_per_tenant
-        ):
-            self._drop(next(iter(own)))
-        while self._num_bytes > settings.max_bytes:
-            self._drop(next(iter(self._stored)))
-        self._drop_expired()
+        self._trim(tenant_id)
+        self._trim_all()
 
     def get(self, receipt_id: str, principal: Principal) -> bytes:
         """The record as JSON. Raises ``NotFoundError``, the same for one that is not there and one of others."""
@@ -232,6 +233,21 @@ class ReceiptStore:
         if stored is None or stored.tenant_id != principal.tenant_id or not stored.groups <= principal.groups:
             raise NotFoundError(f"No receipt {receipt_id!r} found.", param="receipt_id", code="receipt_not_found")
         return stored.document
+
+    def _trim(self, tenant_id: str) -> None:
+        """Drops the tenant's oldest records while it has more than it may."""
+        settings, own = self._settings, self._by_tenant[tenant_id]
+        while own and (
+            len(own) > settings.max_entries_per_tenant
+            or self._bytes_by_tenant[tenant_id] > settings.max_bytes_per_tenant
+        ):
+            self._drop(next(iter(own)))
+
+    def _trim_all(self) -> None:
+        """Drops the oldest records of all while they take too much, and those that are too old."""
+        while self._num_bytes > self._settings.max_bytes:
+            self._drop(next(iter(self._stored)))
+        self._drop_expired()
 
     def _drop_expired(self) -> None:
         oldest_s = self._clock() - self._settings.retention_s

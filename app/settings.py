@@ -249,6 +249,18 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         return self.num_prefill_engines > 0
 
 
+class ReloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the configuration is read anew while the gateway runs; SIGHUP always does."""
+
+    watch: bool = True
+    """Read the file anew once it has changed and is the same in two looks in a row."""
+    interval_s: float = 2.0
+    """Between two looks at the file."""
+
+    def __post_init__(self) -> None:
+        _require_positive("interval_s", self.interval_s)
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the gateway is started with."""
 
@@ -268,6 +280,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admin: AdminSettings = AdminSettings()
     logging: LoggingSettings = LoggingSettings()
     tracing: TracingSettings = TracingSettings()
+    reload: ReloadSettings = ReloadSettings()
 
     def __post_init__(self) -> None:
         owners: dict[str, str] = {}

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import structlog
 
 from app.admission import AdmissionController
-from app.auth import Authenticator, Principal
+from app.auth import Principal
 from app.counters import CounterStore, MemoryCounterStore
 from app.counters.base import CounterStoreError
 from app.counters.memory import Spent
 from app.counters.periods import Period
 from app.directory import TenantDirectory
 from app.errors import GatewayError, OverloadedError
-from app.policies import PolicyBook
 from app.receipts import ReceiptStore
 from app.settings import Settings
+from app.snapshot import LiveConfig
 
 if TYPE_CHECKING:
     from app.storage.service import Storage
@@ -29,17 +29,16 @@ if TYPE_CHECKING:
 class Tenancy:
     """Made with the gateway, opened at its start, closed at its end."""
 
-    def __init__(self, settings: Settings, source: str = "the configuration file") -> None:
+    def __init__(self, config: LiveConfig, source: str = "the configuration file") -> None:
         """``source`` is how messages call the configuration."""
+        settings = config.settings
         storage = settings.storage
-        self.authenticator = Authenticator(settings)
         self.directory = TenantDirectory(
-            self.authenticator,
+            config.current.authenticator,
             self if storage.enabled else None,
             ttl_s=storage.key_cache_s,
             max_entries=storage.max_cached_keys,
         )
-        self.policies = PolicyBook(settings)
         self.memory_receipts = ReceiptStore(settings.receipts)
         self.num_counter_failures = 0
         memory = MemoryCounterStore(lease_ttl_s=settings.counters.lease_ttl_s, history=self._spent_since)
@@ -51,7 +50,7 @@ class Tenancy:
             usage=self,
             on_store_failure=self._on_counter_failure,
         )
-        self._settings = settings
+        self._config = config
         self._source = source
         self._storage: Storage | None = None
 
@@ -63,7 +62,20 @@ class Tenancy:
     @property
     def is_persistent(self) -> bool:
         """Whether a database is configured."""
-        return self._settings.storage.enabled
+        return self._config.settings.storage.enabled
+
+    async def check(self, settings: Settings) -> None:
+        """Raises ``ConfigError`` for a tenant of ``settings`` that the database has as well."""
+        if self._storage is not None:
+            await self._storage.refuse_clashes(settings)
+
+    def use_config(self) -> None:
+        """Takes the configuration that has been put in force. What was used of budgets stays."""
+        current, storage = self._config.current, self._config.settings.storage
+        self.directory.use(current.authenticator, ttl_s=storage.key_cache_s, max_entries=storage.max_cached_keys)
+        self.memory_receipts.limit(current.settings.receipts)
+        if self._storage is not None:
+            self._storage.receipts.limit(current.settings.receipts)
 
     async def open(self) -> None:
         """Opens the database. Raises ``ConfigError`` where it cannot be used."""
@@ -72,7 +84,7 @@ class Tenancy:
         # Half a second of imports: in a thread, while the engine and the encoder start as well.
         module = await asyncio.to_thread(importlib.import_module, "app.storage.service")
         storage: Storage = module.Storage(
-            self._settings, source=self._source, book=self.policies, memory=self.memory_receipts
+            self._config.settings, source=self._source, config=self._config, memory=self.memory_receipts
         )
         await storage.open()
         storage.run_in_background()
@@ -132,7 +144,7 @@ class Tenancy:
                 "counter_store_failed",
                 reason=str(error.__cause__ or error),
                 count=self.num_counter_failures,
-                then="counting alone" if self._settings.counters.fail_open else "refusing",
+                then="counting alone" if self._config.settings.counters.fail_open else "refusing",
             )
 
 

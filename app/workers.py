@@ -35,6 +35,10 @@ class WorkerPool:
         """Jobs waiting or running."""
         return self._num_pending
 
+    def limit(self, max_pending_jobs: int) -> None:
+        """Takes another limit; jobs that are there already stay."""
+        self._max_pending_jobs = max_pending_jobs
+
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of ``function`` called in a thread. Raises ``OverloadedError`` when the pool is full."""
         return await self._run(self._small, partial(function, *args, **kwargs))

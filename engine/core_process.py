@@ -80,6 +80,7 @@ def run_engine_core(address: str, folder: str, config: bytes, factory: str, pare
         parent_pid: process id of the client.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the client decides when to stop
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # so may the client's signal to read its configuration anew
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_leave_with_parent, args=(parent_pid, folder), daemon=True, name="parent-watch").start()
     with zmq.Context() as context:

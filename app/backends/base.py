@@ -2,8 +2,9 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from app.backend_settings import BackendSettings
 from app.waterfall import Timeline
 from engine.outputs import EngineStats, ModelInfo, RequestOutput
 from engine.sampling_params import SamplingParams
@@ -44,6 +45,19 @@ class PromptEncoder(Protocol):
     @property
     def max_token_bytes(self) -> int:
         """UTF-8 bytes of the longest token: ``n`` bytes of text have at least ``n / max_token_bytes`` tokens."""
+        ...
+
+
+@runtime_checkable
+class Reconfigurable(Protocol):
+    """A backend that takes other settings while it runs."""
+
+    def check(self, settings: BackendSettings) -> None:
+        """Raises ``ConfigError`` for settings that it could not take."""
+        ...
+
+    def use(self, settings: BackendSettings) -> None:
+        """Takes settings that ``check`` has passed; requests that run go on as they are."""
         ...
 
 

@@ -21,7 +21,7 @@ from app.backends.event_stream import ServerEvent
 from app.backends.replicas import Replica, Ring
 from app.backends.upstream_body import RelayRequest, routing_key, upstream_body
 from app.backends.upstream_chunks import ChunkFacts, read_chunk
-from app.backends.upstream_client import UnreachableError, UpstreamClient, UpstreamResponse
+from app.backends.upstream_client import UnreachableError, UpstreamClient, UpstreamResponse, replica_headers
 from app.backends.upstream_counting import load_counting_encoder
 from app.backends.upstream_errors import FAILED_STATUSES, RETRIED_STATUSES, broken_stream
 from app.errors import UpstreamError
@@ -107,11 +107,7 @@ class OpenAIBackend:
         self._settings = settings
         self._workers = workers
         self.replicas = [Replica(replica, settings) for replica in settings.replicas]
-        self._ring = Ring(
-            self.replicas,
-            load_bound=settings.routing.load_bound,
-            virtual_nodes=settings.routing.virtual_nodes,
-        )
+        self._ring = make_ring(self.replicas, settings)
         self._client: UpstreamClient | None = None
         self._encoder: PromptEncoder | None = None
         self._info: ModelInfo | None = None
@@ -131,6 +127,34 @@ class OpenAIBackend:
         self._encoder = encoder
         await self._check_all()
         if self._settings.health_interval_s:
+            self._watch = asyncio.create_task(self._watch_health())
+
+    def check(self, settings: BackendSettings) -> None:
+        """Raises ``ConfigError`` where the key of a replica is not set."""
+        for replica in settings.replicas:
+            replica_headers(replica)
+
+    def use(self, settings: BackendSettings) -> None:
+        """Takes other replicas, limits and times.
+
+        A replica that stays keeps its state and its requests; one that is gone gets no request any more, and those that
+        it computes go on to their end.
+        """
+        before = {replica.url: replica for replica in self.replicas}
+        replicas = []
+        for wanted in settings.replicas:
+            replica = before.pop(wanted.url.rstrip("/"), None) or Replica(wanted, settings)
+            replica.settings, replica.policy = wanted, settings
+            replicas.append(replica)
+        for gone in before.values():
+            self._log.info("replica_removed", replica=gone.name, running=gone.num_running)
+        self.replicas[:] = replicas  # metrics hold the list
+        self._ring = make_ring(replicas, settings)
+        self._settings = settings
+        if self._client is None:
+            return
+        self._client.use(settings)
+        if settings.health_interval_s and self._watch is None:
             self._watch = asyncio.create_task(self._watch_health())
 
     async def close(self) -> None:
@@ -177,6 +201,7 @@ class OpenAIBackend:
         tried: list[Replica] = []
         failure: Exception | None = None
         for _ in range(self._settings.max_attempts):
+            # The ring and the replicas of now: one that was taken out meanwhile is not tried.
             replica = self._ring.choose(key, tried)
             if replica is None and isinstance(failure, UnreachableError) and len(self.replicas) == 1:
                 replica = self._ring.choose(key)  # a kept connection may have been closed by the other side
@@ -339,9 +364,10 @@ class OpenAIBackend:
         return min(windows)
 
     async def _watch_health(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.health_interval_s)
+        while interval_s := self._settings.health_interval_s:
+            await asyncio.sleep(interval_s)
             await self._check_all()
+        self._watch = None
 
     async def _check_all(self) -> None:
         await asyncio.gather(*(self._check(replica) for replica in self.replicas))
@@ -364,6 +390,11 @@ def chunk_facts(data: bytes) -> ChunkFacts:
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         text = f"The upstream sent an event that cannot be read: {error}"
         raise UpstreamError(text, status=502, type="server_error") from None
+
+
+def make_ring(replicas: list[Replica], settings: BackendSettings) -> Ring:
+    """The ring that the settings ask for."""
+    return Ring(replicas, load_bound=settings.routing.load_bound, virtual_nodes=settings.routing.virtual_nodes)
 
 
 def make_info(settings: BackendSettings, max_model_len: int) -> ModelInfo:

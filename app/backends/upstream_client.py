@@ -111,9 +111,16 @@ class UpstreamClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             max_field_size=MAX_HEADER_BYTES,
         )
-        self._headers = {replica.url.rstrip("/"): self._make_headers(replica) for replica in settings.replicas}
+        self._headers = {replica.url.rstrip("/"): replica_headers(replica) for replica in settings.replicas}
         self._urls: dict[str, URL] = {}
         self._ending: set[asyncio.Task[None]] = set()
+
+    def use(self, settings: BackendSettings) -> None:
+        """Takes other replicas and fields; connections stay. Raises ``ConfigError`` where a key is not set."""
+        # Those of replicas that are gone stay as well: a request may be on its way to one.
+        headers = {replica.url.rstrip("/"): replica_headers(replica) for replica in settings.replicas}
+        self._headers = self._headers | headers
+        self._settings = settings
 
     async def aclose(self) -> None:
         """Closes all connections."""
@@ -203,14 +210,17 @@ class UpstreamClient:
             known = self._urls[url] = URL(url)
         return known
 
-    def _make_headers(self, replica: ReplicaSettings) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if replica.api_key_env is not None:
-            key = os.environ.get(replica.api_key_env, "").strip()
-            if not key:
-                raise ConfigError(f"backend.replicas: {replica.api_key_env} of {replica.name} is not set")
-            headers["Authorization"] = f"Bearer {key}"
-        return headers
+
+def replica_headers(replica: ReplicaSettings) -> dict[str, str]:
+    """Headers of every request to a replica. Raises ``ConfigError`` where its key is not set."""
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if replica.api_key_env is not None:
+        key = os.environ.get(replica.api_key_env, "").strip()
+        if not key:
+            text = f"backend.replicas: {replica.api_key_env} of {replica.name} is not set"
+            raise ConfigError(text, key="backend.replicas")
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
 
 
 async def _beginning(content: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""``firsttoken serve``: the gateway on a socket, until SIGINT or SIGTERM."""
+"""``firsttoken serve``: the gateway on a socket, until SIGINT or SIGTERM; SIGHUP reads its configuration anew."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,8 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +16,8 @@ import uvicorn
 from msgspec.structs import replace
 
 from app.asgi import create_app
-from app.config_file import load_settings
+from app.config_file import read_config
+from app.config_reload import ConfigReloader
 from app.controllers.system import VERSION
 from app.errors import ConfigError
 from app.gateway import Gateway, make_gateway
@@ -55,17 +57,19 @@ def serve(
     # Threads of the encoder and of the engine, which inherits this, share the cores: where they spin while they wait
     # for each other, a step takes 6 to 50 times as long as with sleeping threads. OpenMP reads it when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    settings, source = load_settings(file)
-    settings = with_precision(
-        settings,
+    started = read_config(file)
+    adjust = partial(
+        with_precision,
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         force_quantization=force_quantization or None,
     )
+    settings = adjust(started.settings)
     configure_logging(settings.logging)
+    gateway = make_gateway(settings)
     try:
-        run_loop(run_gateway(make_gateway(settings), source))
+        run_loop(run_gateway(gateway, started.source, ConfigReloader(gateway, started, adjust=adjust)))
     except (ConfigError, EngineError) as error:
         raise click.ClickException(str(error)) from error
 
@@ -96,19 +100,23 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-async def run_gateway(gateway: Gateway, source: str) -> None:
+async def run_gateway(gateway: Gateway, source: str, reloader: ConfigReloader | None = None) -> None:
     """Serves until a signal comes, then lets running requests go on for the grace time and ends those that are left.
 
-    ``source`` is where the settings come from. Raises ``ConfigError`` or ``EngineError`` where it cannot start.
+    ``source`` is where the settings come from, ``reloader`` follows them. Raises ``ConfigError`` or ``EngineError``
+    where it cannot start.
     """
-    settings = gateway.settings
-    listener = bind(settings.server)
+    listener = bind(gateway.settings.server)
     stop = asyncio.Event()
-    with listener, stopped_by_signals(stop):
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(listener)
+        stack.enter_context(stopped_by_signals(stop))
         try:
+            if reloader is not None:
+                await stack.enter_async_context(following(reloader, stop))
             if not await started(gateway, stop):
                 return
-            server = uvicorn.Server(server_config(settings, gateway))
+            server = uvicorn.Server(server_config(gateway.settings, gateway))
             serving = asyncio.create_task(quiet_signals(server).serve(sockets=[listener]))
             stopping = asyncio.create_task(stop.wait())
             while not server.started and not serving.done():
@@ -118,7 +126,9 @@ async def run_gateway(gateway: Gateway, source: str) -> None:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             stopping.cancel()
-            await asyncio.wait({serving}, timeout=settings.server.shutdown_grace_s)
+            grace_s = gateway.settings.server.shutdown_grace_s
+            server.config.timeout_graceful_shutdown = math.ceil(grace_s) + FAREWELL_S
+            await asyncio.wait({serving}, timeout=grace_s)
             gateway.drain.end()
             await serving
         finally:
@@ -190,6 +200,43 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+@contextlib.asynccontextmanager
+async def following(reloader: ConfigReloader, stop: asyncio.Event) -> AsyncIterator[None]:
+    """Reads the configuration anew on SIGHUP and when its file changes, while it is open.
+
+    A terminal that closes sends SIGHUP as well; ``stop`` is set then.
+    """
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[Any]] = {asyncio.create_task(reloader.watch())}
+    had_terminal = has_terminal()
+
+    def on_hangup() -> None:
+        if had_terminal and not has_terminal():
+            stop.set()
+            return
+        task = asyncio.create_task(reloader.reload("sighup"))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def has_terminal() -> bool:
+    """Whether this process has a terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
 
 
 def precision(info: ModelInfo) -> str:

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.auth import Principal, account_limits, cache_salt
 from app.errors import InvalidRequestError, NotFoundError
-from app.settings import TenantSettings
+from app.snapshot import LiveConfig
 from app.storage.database import Database
 from app.storage.models import ApiKeyRow, TenantRow
 from app.storage.records import IssuedKey, KeyInfo, NewKey, Rotation
@@ -31,11 +31,11 @@ class KeyRepository(SQLAlchemyAsyncRepository[ApiKeyRow]):
 class KeyService:
     """Makes and ends keys of the tenants in the database. Every call is one transaction."""
 
-    def __init__(self, database: Database, of_file: dict[str, TenantSettings], source: str, salt_secret: str) -> None:
+    def __init__(self, database: Database, config: LiveConfig, source: str) -> None:
+        """``source`` is how messages call the configuration."""
         self._database = database
-        self._of_file = of_file
+        self._config = config
         self._source = source
-        self._salt_secret = salt_secret
 
     async def find_principal(self, digest: str) -> Principal | None:
         """The holder of a key; ``None`` where it is unknown, revoked, expired, or its tenant is blocked."""
@@ -91,7 +91,7 @@ class KeyService:
             return [info_of(row) for row in rows]
 
     def _refuse_file(self, tenant: str) -> None:
-        if tenant in self._of_file:
+        if tenant in self._config.settings.tenants:
             text = f"tenants.{tenant} is a tenant of {self._source}; its keys are there."
             raise InvalidRequestError(text, param="name", code="read_only")
 
@@ -141,7 +141,7 @@ class KeyService:
             key_name=row.name,
             groups=frozenset(group.name for group in row.groups),
             # With the row's id: a tenant that is made anew under an old name does not find the old one's prefixes.
-            cache_salt=cache_salt(f"{row.tenant.name}/{row.tenant.id}", self._salt_secret),
+            cache_salt=cache_salt(f"{row.tenant.name}/{row.tenant.id}", self._config.settings.server.salt_secret),
             limits=account_limits(tenant),
         )
 

@@ -11,6 +11,7 @@ from app.config_tree import struct_of
 from app.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from app.policies import Policy, PolicyBook
 from app.settings import PolicySettings
+from app.snapshot import LiveConfig
 from app.storage.database import Database
 from app.storage.models import PolicyRow, TenantRow
 from app.storage.records import PolicyVersion
@@ -19,10 +20,15 @@ from app.storage.records import PolicyVersion
 class PolicyService:
     """Writes versions and keeps the policy book up to date. Every call is one transaction."""
 
-    def __init__(self, database: Database, source: str, book: PolicyBook) -> None:
+    def __init__(self, database: Database, config: LiveConfig, source: str) -> None:
+        """``source`` is how messages call the configuration."""
         self._database = database
+        self._config = config
         self._source = source
-        self._book = book
+
+    @property
+    def _book(self) -> PolicyBook:
+        return self._config.current.policies
 
     async def refresh(self) -> None:
         """Reads the active versions into the book."""

@@ -50,6 +50,10 @@ class ReceiptArchive:
         self._queued_bytes = 0
         self._num_flushes = 0
 
+    def limit(self, settings: ReceiptSettings) -> None:
+        """Takes other limits; the database follows with the next records and sweeps."""
+        self._settings = settings
+
     def put(self, receipt_id: str, principal: Principal, document: bytes) -> None:
         """Keeps a record in memory now and in the database soon, in place of an earlier one with this id."""
         replaces = receipt_id in self._memory

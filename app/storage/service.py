@@ -13,6 +13,7 @@ from app.errors import ConfigError, GatewayError
 from app.policies import PolicyBook
 from app.receipts import ReceiptStore
 from app.settings import Settings
+from app.snapshot import LiveConfig
 from app.storage.database import Database
 from app.storage.keys import KeyService
 from app.storage.policy_versions import PolicyService
@@ -29,22 +30,29 @@ class Storage:
         settings: Settings,
         *,
         source: str = "the configuration file",
-        book: PolicyBook | None = None,
+        config: LiveConfig | None = None,
         memory: ReceiptStore | None = None,
     ) -> None:
-        """``source`` is how messages call the configuration; ``memory`` holds the newest receipts."""
-        self._settings = settings
+        """``source`` is how messages call the configuration; ``memory`` holds the newest receipts.
+
+        ``config`` is that of a gateway, which may change; without one ``settings`` hold throughout.
+        """
+        self._config = config or LiveConfig(settings)
         self._source = source
-        self.book = book or PolicyBook(settings)
         self.database = Database(settings.storage)
-        self.tenants = TenantService(self.database, settings.tenants, source, self.book)
-        self.keys = KeyService(self.database, settings.tenants, source, settings.server.salt_secret)
-        self.policies = PolicyService(self.database, source, self.book)
+        self.tenants = TenantService(self.database, self._config, source)
+        self.keys = KeyService(self.database, self._config, source)
+        self.policies = PolicyService(self.database, self._config, source)
         self.usage = UsageRecorder(self.database)
         memory = ReceiptStore(settings.receipts) if memory is None else memory  # an empty one is false
         self.receipts = ReceiptArchive(self.database, settings.receipts, memory)
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
+
+    @property
+    def book(self) -> PolicyBook:
+        """The policies of file and database."""
+        return self._config.current.policies
 
     async def open(self, *, migrate: bool | None = None) -> None:
         """Opens the database and reads its policies.
@@ -53,7 +61,7 @@ class Storage:
         """
         await self.database.open(migrate=migrate)
         try:
-            await self._refuse_clashes()
+            await self.refuse_clashes(self._config.settings)
             await self.policies.refresh()
         except BaseException:
             await self.database.close()
@@ -61,10 +69,15 @@ class Storage:
 
     def run_in_background(self) -> None:
         """Writes usage and receipts, and reads policies that other processes changed, until ``close``."""
-        settings = self._settings.storage
+
+        def refresh_interval_s() -> float:
+            return max(1.0, self._config.settings.storage.key_cache_s)
+
         self._tasks = [
-            asyncio.create_task(self._repeat("flush", self.flush, settings.flush_interval_s)),
-            asyncio.create_task(self._repeat("refresh", self.policies.refresh, max(1.0, settings.key_cache_s))),
+            asyncio.create_task(
+                self._repeat("flush", self.flush, lambda: self._config.settings.storage.flush_interval_s)
+            ),
+            asyncio.create_task(self._repeat("refresh", self.policies.refresh, refresh_interval_s)),
         ]
 
     async def flush(self) -> None:
@@ -85,21 +98,23 @@ class Storage:
                 structlog.get_logger("firsttoken.storage").error("flush_failed", reason=str(error))
         await self.database.close()
 
-    async def _refuse_clashes(self) -> None:
+    async def refuse_clashes(self, settings: Settings) -> None:
+        """Raises ``ConfigError`` for a tenant of ``settings`` that the database has as well."""
         async with self.database.session() as session:
-            both = sorted(set(await stored_names(session)) & set(self._settings.tenants))
+            both = sorted(set(await stored_names(session)) & set(settings.tenants))
         if both:
             raise ConfigError(
                 f"tenants.{both[0]} is in {self._source} and in the database; rename it in the file, or take it "
-                f"out and remove the other with `firsttoken tenants delete {both[0]}`"
+                f"out and remove the other with `firsttoken tenants delete {both[0]}`",
+                key=f"tenants.{both[0]}",
             )
 
-    async def _repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
+    async def _repeat(self, name: str, work: Callable[[], Awaitable[None]], interval_s: Callable[[], float]) -> None:
         log = structlog.get_logger("firsttoken.storage")
         is_failing = False
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), interval_s)
+                await asyncio.wait_for(self._stop.wait(), interval_s())
                 return
             try:
                 await work()

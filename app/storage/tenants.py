@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.counters.periods import Period
 from app.errors import ConflictError, InvalidRequestError, NotFoundError
 from app.operator_settings import BudgetSettings
-from app.policies import PolicyBook
 from app.settings import TenantSettings
+from app.snapshot import LiveConfig
 from app.storage.database import Database
 from app.storage.models import BudgetRow, GroupRow, TenantRow
 from app.storage.records import NewTenant, TenantChanges, TenantInfo
@@ -30,12 +30,15 @@ class TenantRepository(SQLAlchemyAsyncRepository[TenantRow]):
 class TenantService:
     """Creates, changes and lists tenants. Every call is one transaction."""
 
-    def __init__(self, database: Database, of_file: dict[str, TenantSettings], source: str, book: PolicyBook) -> None:
-        """``of_file`` are the tenants of the configuration that ``source`` names."""
+    def __init__(self, database: Database, config: LiveConfig, source: str) -> None:
+        """``source`` is how messages call the configuration."""
         self._database = database
-        self._of_file = of_file
+        self._config = config
         self._source = source
-        self._book = book
+
+    @property
+    def _of_file(self) -> dict[str, TenantSettings]:
+        return self._config.settings.tenants
 
     async def list_tenants(self) -> list[TenantInfo]:
         """All tenants by name."""
@@ -134,9 +137,10 @@ class TenantService:
     def _apply(self, row: TenantRow, changes: TenantChanges) -> None:
         for field, value in changes.given().items():
             setattr(row, field, value)
-        policy = self._book.get(row.policy)
+        policies = self._config.current.policies
+        policy = policies.get(row.policy)
         if policy is None:
-            known = ", ".join(self._book.names)
+            known = ", ".join(policies.names)
             raise InvalidRequestError(f"Unknown policy {row.policy!r}; known policies: {known}.", param="policy")
         if not policy.meets(row.recall_floor):
             measured = policy.settings.measured_recall

@@ -27,7 +27,9 @@ def principal(gateway: Gateway) -> Principal:
 
 async def start(gateway: Gateway, **fields: Any) -> Generation:
     body = msgspec.json.encode(make_body(**fields))
-    return await gateway.chat_service.complete(Arrival("req_1", principal(gateway), body, arrived_s=0.0))
+    return await gateway.chat_service.complete(
+        Arrival("req_1", principal(gateway), body, arrived_s=0.0, snapshot=gateway.config.current)
+    )
 
 
 async def used(gateway: Gateway) -> int:

@@ -202,7 +202,7 @@ def principal_of_file() -> Principal:
 
 
 async def test_usage_of_a_day_adds_up_also_from_two_processes(storage: Storage) -> None:
-    other = Storage(storage._settings, source="firsttoken.toml")
+    other = Storage(storage._config.settings, source="firsttoken.toml")
     await other.open()
     principal = principal_of_file()
     for process in (storage, other):
