@@ -17,7 +17,7 @@ A part of a message that is no text (image, audio, file) counts a fixed number, 
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,11 +37,16 @@ TOKENIZER_FILES = (
 """What is fetched of a Hugging Face id: the model itself computes elsewhere."""
 MAX_OPENAI_TOKEN_BYTES = 128
 MAX_CACHED_TEXTS = 4096
+MAX_ENCODED_CHARS = 500_000
+"""The package refuses a million; a longer text is encoded in parts."""
+CUT_WINDOW_CHARS = 4096
+"""Where a part may end, before its limit."""
 
 _SPOKEN = re.compile(r" ?(?:[A-Z]?[a-z]{1,20})(?![A-Za-z0-9_\x80-\U0010ffff])")
 _UNSPOKEN = re.compile(
     r"^[^aeiou]+$|[^ aeiouy]{4}|[aeiouy]{4}|[jvxz][^ aeiouy]|[^ aeiouy][jqvxz]|q(?!u)|[fghkpw][bdfgkmpqw]|(.)\1\1"
 )
+_WORD_BEGINNING = re.compile(r"(?<=[^\s]) (?=[^\W\d_])")
 _COUNTED_FIELDS = ("name", "tool_call_id", "refusal", "reasoning_content", "reasoning")
 _CALL_FIELDS = ("tool_calls", "function_call")
 
@@ -294,10 +299,24 @@ def openai_encoding(name: str) -> OpenAIEncoding:
 
 
 def _encode_ordinary(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
+    if len(text) > MAX_ENCODED_CHARS:
+        return [token for piece in _pieces(text) for token in _encode_ordinary(encode, piece)]
     try:
         return list(encode(text))
     except UnicodeEncodeError:  # a lone surrogate has no UTF-8
         return list(encode(text.encode("utf-8", "replace").decode()))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in parts that have the same tokens: cut before a word, where all encodings cut as well."""
+    start = 0
+    while len(text) - start > MAX_ENCODED_CHARS:
+        end = start + MAX_ENCODED_CHARS
+        cuts = [match.start() for match in _WORD_BEGINNING.finditer(text, end - CUT_WINDOW_CHARS, end)]
+        end = cuts[-1] if cuts else end
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _part_text(part: Any) -> str | None:

@@ -169,7 +169,7 @@ async def measure_beside_large(gateway: Running) -> BesideLarge:
     sender = asyncio.create_task(send_large())
     await asyncio.sleep(0.05)
     beside: list[Timing] = []
-    while not spans or len(beside) < num_small:
+    while not sender.done() and (not spans or len(beside) < num_small):
         timings, _ = await closed_loop(gateway.port, small, num_requests=NUM_SMALL * 5, concurrency=NUM_SMALL)
         beside += timings
     is_over = True

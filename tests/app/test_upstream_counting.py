@@ -8,6 +8,7 @@ import pytest
 from factories_tokenizer import find_smollm2, write_byte_level_folder
 
 from app.backend_settings import BackendSettings, CountingSettings, ReplicaSettings
+from app.backends import upstream_counting
 from app.backends.upstream_counting import (
     EstimatingEncoder,
     count_bytes,
@@ -192,3 +193,12 @@ def test_names_arguments_and_schemas_count_as_well() -> None:
 def test_a_tokenizer_that_cannot_be_loaded_is_named() -> None:
     with pytest.raises(ConfigError, match=r"backend\.tokenizer\.name '/nowhere'"):
         load_counting_encoder(make_settings(name="/nowhere"))
+
+
+def test_a_long_text_has_the_same_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = openai_encoding("o200k_base").encode
+    text = "Die Brücke, gebaut 1904 (und 1951), ist: 12 m breit… 桥 很 长。It's   wide!\n\n " * 400
+    whole = encode(text)
+    monkeypatch.setattr(upstream_counting, "MAX_ENCODED_CHARS", 5000)
+    assert encode(text) == whole
+    assert len(encode("字" * 20_000)) > 5000

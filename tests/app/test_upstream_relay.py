@@ -349,6 +349,12 @@ def test_connections_of_streams_are_used_again(url: str, upstream: Upstream) -> 
     assert upstream.num_connections == num_before + 1
 
 
+def test_a_text_of_millions_of_characters_is_counted_and_passed_on(url: str) -> None:
+    # The tokenizer's package takes less than a million at a time.
+    answer = post(url, make_body("one two " * 300_000, firsttoken={"bypass": True}))
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_a_large_request_does_not_hold_up_small_ones(url: str) -> None:
     # Ten megabytes of tokens take a thread seconds to count; meanwhile the event loop answers.
     large = threading.Thread(target=post, args=(url, make_body("word " * 2_000_000, firsttoken={"bypass": True})))
