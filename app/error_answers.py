@@ -7,7 +7,7 @@ from litestar import Response
 
 from app.errors import ErrorAnswer, answer_of
 from app.http_io import GatewayRequest, gateway_of, log_fields
-from app.metric_labels import code_label, status_label
+from app.metric_labels import code_label, param_label, status_label
 from app.shapes.anthropic import error_body
 from app.trace_context import SCOPE_KEY
 
@@ -34,7 +34,12 @@ def _noted(request: GatewayRequest, error: Exception) -> ErrorAnswer:
     if trace is not None:
         trace.on_error(answer)
     log = structlog.get_logger("firsttoken.errors").bind(**log_fields(request.scope))
-    fields = {"status": answer.status, "code": answer.code, "param": answer.param, "error": type(error).__name__}
+    fields = {
+        "status": answer.status,
+        "code": code_label(answer.code),
+        "param": param_label(answer.param),  # below the field's name there may be words of the caller
+        "error": type(error).__name__,
+    }
     if answer.status == 500:
         log.error("request_failed", exc_info=error, **fields)
     else:

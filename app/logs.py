@@ -1,12 +1,25 @@
-"""Structured logs on standard error: one JSON object a line, or coloured text for people."""
+"""Structured logs on standard error: one JSON object a line, or text for people. Ids and numbers, no text of prompts.
+
+What our own code logs is words of its own. What others wrote may quote a prompt: the message of an exception that
+nobody expected, and asyncio's account of a task that failed. Of these the log has the kind and the place in the code:
+
+    KeyError at app/relay.py:102 in read_answer < app/controllers/chat.py:49 in whole_answer < …
+"""
 
 import logging
 import sys
-from typing import TextIO
+import traceback
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any, TextIO
 
 import structlog
 
 from app.settings import LoggingSettings
+
+MAX_FRAMES = 30
+MAX_CHAIN = 5
+CHATTY = ("httpx", "httpcore", "sentence_transformers", "urllib3", "aiohttp", "opentelemetry")
 
 
 def configure_logging(settings: LoggingSettings, stream: TextIO | None = None) -> None:
@@ -24,17 +37,24 @@ def configure_logging(settings: LoggingSettings, stream: TextIO | None = None) -
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer() if is_json else structlog.dev.ConsoleRenderer(colors=False)
     )
-    exceptions: list[structlog.types.Processor] = [structlog.processors.format_exc_info] if is_json else []
+    exceptions: structlog.types.Processor = tell_place
+    if settings.exception_text:
+        exceptions = structlog.processors.format_exc_info
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *exceptions, renderer],
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            *([] if settings.exception_text else [shorten_asyncio]),
+            exceptions,
+            renderer,
+        ],
     )
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(settings.level.upper())
-    for chatty in ("httpx", "httpcore", "sentence_transformers", "urllib3"):
+    for chatty in CHATTY:
         logging.getLogger(chatty).setLevel("WARNING")
     structlog.configure(
         processors=[
@@ -46,3 +66,40 @@ def configure_logging(settings: LoggingSettings, stream: TextIO | None = None) -
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+
+
+def tell_place(_: Any, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    """Replaces an exception by its kind and where it came from, innermost first, its causes behind it."""
+    given = event.pop("exc_info", None)
+    if isinstance(given, tuple):
+        given = given[1]
+    error = sys.exception() if given is True else given
+    if isinstance(error, BaseException):
+        event["exception"] = " from ".join(_place(item) for item in _chain(error))
+    return event
+
+
+def shorten_asyncio(_: Any, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    """Keeps the first line of what asyncio logs; below it stands the failed task with the words of its exception."""
+    if event.get("logger") == "asyncio":
+        event["event"] = str(event.get("event", "")).partition("\n")[0]
+    return event
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    for _ in range(MAX_CHAIN):
+        if current is None:
+            return
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
+    places = [f"{_short(frame.filename)}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
+    return f"{type(error).__name__} at {' < '.join(places)}" if places else type(error).__name__
+
+
+def _short(filename: str) -> str:
+    return "/".join(PurePath(filename).parts[-3:])

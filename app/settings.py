@@ -218,10 +218,12 @@ class ReceiptSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class LoggingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Logs go to standard error and never hold prompt text."""
+    """Logs go to standard error and hold no prompt text."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "console"] = "json"
+    exception_text: bool = False
+    """Log messages of unexpected exceptions too; these may quote a prompt, so only where logs may hold some."""
 
 
 class DisaggregationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

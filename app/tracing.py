@@ -31,6 +31,7 @@ from opentelemetry.util.types import AttributeValue
 
 from app.errors import ConfigError, ErrorAnswer, answer_of
 from app.generation import Generation
+from app.metric_labels import CODES
 from app.trace_context import SCOPE_KEY, UpstreamCall
 from app.tracing_names import OPT_IN, TABLES, SpanNames
 from app.tracing_settings import TracingSettings
@@ -162,7 +163,7 @@ class RequestTrace:
 
     def on_error(self, answer: ErrorAnswer) -> None:
         """An error was told to the client. Only one of ours makes the span an error, as the conventions say."""
-        self.span.set_attribute("error.type", answer.code or str(answer.status))
+        self.span.set_attribute("error.type", answer.code if answer.code in CODES else str(answer.status))
         if answer.status >= 500:
             self.span.set_status(Status(StatusCode.ERROR))
 

@@ -228,7 +228,7 @@ class OpenAIBackend:
             else:
                 replica.succeed()
                 return answer
-            self._log.warning("replica_failed", replica=replica.name, state=replica.state, reason=str(failure)[:200])
+            self._log.warning("replica_failed", replica=replica.name, state=replica.state, reason=_reason(failure))
         raise self._give_up(failure)
 
     async def generate(self, request: BackendRequest) -> AsyncIterator[RequestOutput]:
@@ -381,6 +381,13 @@ class OpenAIBackend:
                 replica.succeed()
         else:
             replica.fail("health check failed")
+
+
+def _reason(failure: Exception | None) -> str:
+    """Why a try failed, for the log: not in the words of an upstream, which may quote the prompt."""
+    if isinstance(failure, UpstreamError):
+        return f"status {failure.upstream_status}"
+    return str(failure)[:200]
 
 
 def chunk_facts(data: bytes) -> ChunkFacts:

@@ -23,6 +23,7 @@ from factories_app import (
     served,
     wait_until,
 )
+from factories_tracing import traced
 from factories_upstream import make_upstream_settings, running_upstream
 from litestar import Litestar
 from litestar.testing import AsyncTestClient
@@ -34,29 +35,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from app.asgi import create_app
 from app.errors import ConfigError
 from app.gateway import Gateway, make_gateway
-from app.settings import Settings
-from app.tracing import Tracing
 from app.tracing_settings import TracingSettings
 
 URL = "/v1/chat/completions"
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=1"}
-
-
-def traced(
-    settings: Settings | None = None, backend: Any = None, **tracing: Any
-) -> tuple[Litestar, InMemorySpanExporter]:
-    """An application whose spans stay in memory."""
-    exporter = InMemorySpanExporter()
-    gateway = make_gateway(settings or make_settings(), backend)
-    gateway.tracing = Tracing(
-        TracingSettings(enabled=True, **tracing),
-        provider_name="firsttoken",
-        response_model="bytes",
-        version="1",
-        exporters=[exporter],
-    )
-    return create_app(gateway.settings, gateway=gateway), exporter
 
 
 def server_span(exporter: InMemorySpanExporter) -> ReadableSpan:
