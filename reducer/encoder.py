@@ -48,9 +48,10 @@ class VectorCache(ByteCache[FloatArray]):
 class SentenceTransformerEncoder:
     """A sentence-transformers folder as ``Encoder``.
 
-    Texts go through the model sorted by length in batches of limited padded size, in bfloat16 where the processor
-    computes it natively. A text longer than the model's window is the mean of its windows. One forward pass runs at
-    a time: a second one would only take cores from the first.
+    Texts go through the model sorted by length in batches of limited size, in bfloat16 where the processor computes it
+    natively: a BERT with mean pooling by ``reducer.bert``, any other model by sentence-transformers. A text longer than
+    the model's window is the mean of its windows. One forward pass runs at a time: a second one would only take cores
+    from the first.
     """
 
     def __init__(self, path: Path | str, config: EncoderConfig | None = None) -> None:
@@ -58,19 +59,19 @@ class SentenceTransformerEncoder:
         from sentence_transformers import SentenceTransformer
         from transformers.utils.logging import disable_progress_bar
 
+        from reducer.bert import read_bert
+
         config = config or EncoderConfig()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._config = config
         disable_progress_bar()
-        self._model = SentenceTransformer(str(path), device="cpu", local_files_only=True)
+        model = SentenceTransformer(str(path), device="cpu", local_files_only=True)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": _native_dtype()}[config.dtype]
-        self._model = self._model.to(dtype).eval()
-        self._max_tokens = int(self._model.max_seq_length or 256)
+        self._max_tokens = int(model.max_seq_length or 256)
         self._cache = VectorCache(config.max_cache_bytes)
         self._forward_lock = threading.Lock()
-        # sentence-transformers 5.0 calls it tokenize, later releases preprocess and warn about the old name.
-        self._preprocess = getattr(self._model, "preprocess", None) or self._model.tokenize
+        self._text_model: _TextModel = read_bert(model, dtype) or _PaddedModel(model.to(dtype).eval(), self._max_tokens)
         self._dim = int(self._forward([""]).shape[1])
 
     @property
@@ -136,28 +137,55 @@ class SentenceTransformerEncoder:
         """Vectors of texts that fit the model's window, batched by length."""
         import torch
 
-        # Sorted by text as well: a batch rounds its rows together, so its make-up must not follow the request's order.
-        order = sorted(range(len(pieces)), key=lambda index: (len(pieces[index]), pieces[index]))
-        rows: list[FloatArray | None] = [None] * len(pieces)
         with self._forward_lock, torch.inference_mode():
-            for batch in self._batches(pieces, order):
-                features = self._preprocess([pieces[index] for index in batch])
-                embedding = self._model(features)["sentence_embedding"].float()
-                embedding = torch.nn.functional.normalize(embedding, dim=1)
-                for index, row in zip(batch, embedding.numpy(), strict=True):
+            inputs, lengths = self._text_model.read(pieces)
+            # Sorted by text as well: a batch rounds its rows together, so its make-up must not follow the request's
+            # order.
+            order = sorted(range(len(pieces)), key=lambda index: (lengths[index], pieces[index]))
+            rows: list[FloatArray | None] = [None] * len(pieces)
+            for batch in self._batches(lengths, order):
+                embedding = self._text_model.embed([inputs[index] for index in batch])
+                for index, row in zip(batch, torch.nn.functional.normalize(embedding, dim=1).numpy(), strict=True):
                     rows[index] = row
         return np.stack([row for row in rows if row is not None])
 
-    def _batches(self, pieces: list[str], order: list[int]) -> list[list[int]]:
-        """Indices in batches of at most ``max_batch_tokens`` padded tokens; ``order`` is ascending in length."""
+    def _batches(self, lengths: Sequence[int], order: Sequence[int]) -> list[list[int]]:
+        """Indices in batches of at most ``max_batch_tokens`` tokens, padded to the longest; ``order`` is by length."""
         batches: list[list[int]] = [[]]
         for index in order:
-            # A token is never shorter than a byte; a quarter of the UTF-8 length is the usual case for Latin text.
-            width = min(len(pieces[index].encode("utf-8", "replace")) // 3 + 2, self._max_tokens)
-            if batches[-1] and width * (len(batches[-1]) + 1) > self._config.max_batch_tokens:
+            if batches[-1] and lengths[index] * (len(batches[-1]) + 1) > self._config.max_batch_tokens:
                 batches.append([])
             batches[-1].append(index)
         return batches
+
+
+class _TextModel(Protocol):
+    """One way to run the model; texts fit its window."""
+
+    def read(self, texts: Sequence[str]) -> tuple[Sequence[Any], Sequence[int]]:
+        """What ``embed`` takes for each text, and its tokens, about."""
+        ...
+
+    def embed(self, inputs: Sequence[Any]) -> Any:
+        """One vector a text: a float32 tensor of shape ``(len(inputs), dim)``."""
+        ...
+
+
+class _PaddedModel:
+    """Any sentence-transformers model, by its own code."""
+
+    def __init__(self, model: Any, max_tokens: int) -> None:
+        self._model = model
+        self._max_tokens = max_tokens
+        # sentence-transformers 5.0 calls it tokenize, later releases preprocess and warn about the old name.
+        self._preprocess = getattr(model, "preprocess", None) or model.tokenize
+
+    def read(self, texts: Sequence[str]) -> tuple[Sequence[str], Sequence[int]]:
+        # A token is never shorter than a byte; a quarter of the UTF-8 length is the usual case for Latin text.
+        return texts, [min(len(text.encode("utf-8", "replace")) // 3 + 2, self._max_tokens) for text in texts]
+
+    def embed(self, inputs: Sequence[str]) -> Any:
+        return self._model(self._preprocess(list(inputs)))["sentence_embedding"].float()
 
 
 class _Scoped:
