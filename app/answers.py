@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.compaction import Compaction
-from app.generation import GeneratedChoice, Generation
+from app.generation import GeneratedChoice, Generation, IdentifiedCall
 from app.receipts import saved_tokens
 from app.waterfall import WaterfallReport
 from engine.token_logprobs import PositionLogprobs
@@ -91,12 +91,36 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """The function that a call names."""
+
+    name: str
+    arguments: str
+    """A JSON object, as the model wrote it."""
+
+
+class AnsweredCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class StreamedCall(AnsweredCall, frozen=True, kw_only=True):
+    """One call in a chunk of a stream."""
+
+    index: int
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The answer."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
+    """Null where the answer is nothing but calls."""
     refusal: None = None
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,13 +263,25 @@ def chat_completion(generation: Generation, model: str) -> ChatCompletion:
 
 
 def _choice(choice: GeneratedChoice) -> Choice:
-    assert choice.finish_reason is not None, "a completion is written when its generation has ended"
+    reason = choice.told_finish_reason
+    assert reason is not None, "a completion is written when its generation has ended"
+    calls = [
+        AnsweredCall(id=found.id, function=CalledFunction(name=found.call.name, arguments=found.call.arguments))
+        for found in choice.tool_calls
+    ]
+    text = "".join(choice.texts)
     return Choice(
         index=choice.index,
-        message=AssistantMessage(content="".join(choice.texts)),
-        finish_reason=choice.finish_reason,
+        message=AssistantMessage(content=text if text or not calls else None, tool_calls=calls or msgspec.UNSET),
+        finish_reason=reason,
         logprobs=logprobs_of(choice.logprobs),
     )
+
+
+def streamed_call(found: IdentifiedCall) -> StreamedCall:
+    """A call as a chunk tells it: all of it at once."""
+    function = CalledFunction(name=found.call.name, arguments=found.call.arguments)
+    return StreamedCall(id=found.id, function=function, index=found.place)
 
 
 def reduction_headers(compaction: Compaction) -> dict[str, str]:

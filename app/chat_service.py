@@ -7,6 +7,7 @@ complete   admit -> read -> reduce -> reserve tokens -> generate  -> Generation,
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from app.admission import AdmissionController, Lease
@@ -219,7 +220,9 @@ class ChatService:
         request, result = compaction.request, compaction.result
         if isinstance(self._backend, RelayBackend):
             return self._relay(arrival, compaction, lease, max_tokens, self._backend, timeline)
-        request.check_vocabulary(self._backend.info.vocab_size)
+        info, tool_choice = self._backend.info, request.tool_choice
+        request.check_vocabulary(info.vocab_size)
+        visible_tokens = tool_choice.visible_tokens(info.tool_call_parser)
         request_id = compaction.receipt_id.replace("rcpt_", "gen_")
         outputs = [
             self._backend.generate(
@@ -227,7 +230,7 @@ class ChatService:
                     request_id=f"{request_id}_{choice}" if choice else request_id,
                     messages=result.messages,
                     tools=result.tools,
-                    sampling=request.sampling(max_tokens, choice),
+                    sampling=request.sampling(max_tokens, choice, visible_tokens=visible_tokens),
                     cache_salt=arrival.principal.cache_salt,
                     template_kwargs=request.template_kwargs,
                     timeline=timeline if choice == 0 else None,
@@ -241,6 +244,8 @@ class ChatService:
             max_tokens=max_tokens,
             outputs=choice_outputs(outputs),
             num_choices=request.num_choices,
+            make_tool_parser=partial(tool_choice.make_parser, info.tool_call_parser),
+            max_tool_calls=tool_choice.max_calls,
             lease=lease,
             observer=self._observer,
             drain=self._drain,

@@ -23,6 +23,7 @@ from app.schemas import (
     ResponseFormat,
     TextPart,
 )
+from app.tool_choice import NO_TOOLS, ToolChoice, read_tool_choice
 from engine.errors import GrammarError
 from engine.grammar import ANY_OBJECT, check_schema
 from engine.sampling_params import SamplingParams
@@ -64,6 +65,8 @@ class CompletionRequest:
     """The schema that the answer has to follow, as JSON."""
     ignored: tuple[str, ...]
     """Fields that the embedded engine does not honour; the answer lists them."""
+    tool_choice: ToolChoice = NO_TOOLS
+    """How the embedded engine is to use the tools."""
     unsent_tools: tuple[Mapping[str, Any], ...] = ()
     """What the model reads beside messages and tools: functions of the old kind, a schema for the answer."""
 
@@ -92,7 +95,7 @@ class CompletionRequest:
                 text = f"Invalid 'logit_bias': token {token_id} is outside the vocabulary of {vocab_size} ids."
                 raise InvalidRequestError(text, param="logit_bias", code="invalid_value")
 
-    def sampling(self, max_tokens: int, choice: int = 0) -> SamplingParams:
+    def sampling(self, max_tokens: int, choice: int = 0, *, visible_tokens: tuple[str, ...] = ()) -> SamplingParams:
         """The engine's parameters for an output of at most ``max_tokens``; choices with a seed each get their own."""
         body = self.body
         return SamplingParams(
@@ -111,7 +114,8 @@ class CompletionRequest:
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            json_schema=self.json_schema,
+            json_schema=self.tool_choice.json_schema or self.json_schema,
+            visible_tokens=visible_tokens,
         )
 
 
@@ -145,7 +149,10 @@ def read_completion(body: bytes) -> CompletionRequest:
     raw = decode_object(body)
     checked = convert_body(raw, CompletionBody)
     _check_messages(checked.messages)
-    _check_output_fields(checked)
+    tool_choice = read_tool_choice(
+        raw.get("tools") or (), checked.tool_choice, is_parallel=checked.parallel_tool_calls is not False
+    )
+    _check_output_fields(checked, tool_choice)
     _check_template_kwargs(checked.chat_template_kwargs or {})
     return CompletionRequest(
         body=checked,
@@ -160,7 +167,8 @@ def read_completion(body: bytes) -> CompletionRequest:
         stop=_stop_strings(checked.stop),
         logit_bias=_logit_bias(checked.logit_bias or {}),
         json_schema=_json_schema(checked.response_format),
-        ignored=(*_ignored_fields(checked), *_unknown_fields(raw)),
+        ignored=_unknown_fields(raw),
+        tool_choice=tool_choice,
     )
 
 
@@ -260,7 +268,7 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
                 raise InvalidRequestError(text, param=f"{where}[{position}]", code="unsupported_value")
 
 
-def _check_output_fields(body: CompletionBody) -> None:
+def _check_output_fields(body: CompletionBody, tool_choice: ToolChoice) -> None:
     """Refuses fields that contradict each other."""
     if body.top_logprobs is not None and not body.logprobs:
         text = "Invalid 'top_logprobs': it needs logprobs to be true."
@@ -269,10 +277,12 @@ def _check_output_fields(body: CompletionBody) -> None:
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         text = f"Invalid 'min_tokens': at most the {max_tokens} of max_tokens, got {body.min_tokens}."
         raise InvalidRequestError(text, param="min_tokens", code="invalid_value")
-    if body.response_format is not None and body.response_format.type != "text":
+    has_format = body.response_format is not None and body.response_format.type != "text"
+    if has_format or tool_choice.json_schema is not None:
+        other = "tool_choice" if tool_choice.json_schema is not None else "response_format"
         for name in ("ignore_eos", "min_tokens"):
             if getattr(body, name):
-                text = f"Invalid '{name}': it cannot be combined with response_format, whose JSON ends the answer."
+                text = f"Invalid '{name}': it cannot be combined with {other}, whose JSON ends the answer."
                 raise InvalidRequestError(text, param=name, code="invalid_value")
 
 
@@ -314,10 +324,6 @@ def _check_template_kwargs(variables: Mapping[str, Any]) -> None:
         if name in variables:
             text = f"Invalid 'chat_template_kwargs': the variable {name!r} is reserved; the gateway sets it itself."
             raise InvalidRequestError(text, param="chat_template_kwargs", code="invalid_value")
-
-
-def _ignored_fields(body: CompletionBody) -> tuple[str, ...]:
-    return () if body.tool_choice in (None, "auto", "none") else ("tool_choice",)
 
 
 def _unknown_fields(raw: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ request holds in the engine, settles the tenant's lease with what was used, and 
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +19,9 @@ from app.compaction import Compaction
 from app.drain import Drain
 from app.errors import GenerationError, ShuttingDownError
 from app.waterfall import Timeline, Waterfall, WaterfallReport
-from engine.outputs import RequestTimings
+from engine.outputs import RequestOutput, RequestTimings
 from engine.token_logprobs import PositionLogprobs
+from engine.tool_parsers import ToolCall, ToolParser
 
 
 class GenerationObserver(Protocol):
@@ -39,14 +40,25 @@ class GenerationObserver(Protocol):
         ...
 
 
+class IdentifiedCall(NamedTuple):
+    """A call of a tool, by which its result will be told."""
+
+    id: str
+    place: int
+    """Among the calls of its choice."""
+    call: ToolCall
+
+
 class Delta(NamedTuple):
-    """What one output adds to one choice."""
+    """What one output adds to one choice: text, a call of a tool, or its end."""
 
     choice: int
     text: str
     logprobs: list[PositionLogprobs] | None
     """Of the tokens of the text; ``None`` where nobody asked for them."""
     finish_reason: str | None
+    """As the client is told it: ``tool_calls`` where the answer has any and was not cut off."""
+    tool_call: IdentifiedCall | None = None
 
 
 @dataclass(slots=True)
@@ -60,7 +72,13 @@ class GeneratedChoice:
     """Kept by ``read_to_end``."""
     logprobs: list[PositionLogprobs] | None = None
     """Kept by ``read_to_end``; ``None`` where nobody asked for them."""
+    tool_calls: list[IdentifiedCall] = field(default_factory=list)
     last_text_s: float | None = None
+
+    @property
+    def told_finish_reason(self) -> str | None:
+        """As the client is told it."""
+        return "tool_calls" if self.tool_calls and self.finish_reason == "stop" else self.finish_reason
 
 
 class Generation:
@@ -84,10 +102,13 @@ class Generation:
         drain: Drain,
         arrived_s: float,
         num_choices: int = 1,
+        make_tool_parser: Callable[[], ToolParser | None] | None = None,
+        max_tool_calls: int | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         """``outputs`` are those of ``num_choices`` choices; ``drain`` breaks them off at shutdown.
 
+        ``make_tool_parser`` makes the parser of one choice; calls beyond ``max_tool_calls`` are left out.
         ``arrived_s`` is the request's arrival on the ``time.perf_counter`` clock, ``timeline`` what happened since.
         """
         self.request_id = request_id
@@ -99,6 +120,8 @@ class Generation:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.choices = [GeneratedChoice(index) for index in range(num_choices)]
+        self._parsers = [make_tool_parser() if make_tool_parser is not None else None for _ in self.choices]
+        self._max_tool_calls = max_tool_calls
         self.outcome: str | None = None
         """``stop``, ``length``, ``abort`` or ``error``; ``None`` while it runs."""
         self.timings: RequestTimings | None = None
@@ -158,7 +181,8 @@ class Generation:
                 if self.captured is not None:
                     self.captured[index].append(output.text)
             if output.text or output.logprobs or output.finish_reason is not None:
-                yield Delta(index, output.text, output.logprobs, output.finish_reason)
+                for delta in self._deltas_of(index, output):
+                    yield delta
             if self.finish_reason is not None:
                 break
             item = await self._next()
@@ -168,7 +192,7 @@ class Generation:
         """Collects texts and log probabilities in ``choices``. Raises as ``deltas``."""
         async for delta in self.deltas():
             choice = self.choices[delta.choice]
-            choice.texts.append(delta.text)
+            choice.texts.append(delta.text)  # the calls are there already
             if delta.logprobs is not None:
                 choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
 
@@ -202,6 +226,29 @@ class Generation:
             raise
         choice.finish_reason = output.finish_reason
         return item
+
+    def _deltas_of(self, index: int, output: RequestOutput) -> Iterator[Delta]:
+        """What one output adds; text that may become a call is held back by the parser."""
+        parser = self._parsers[index]
+        if parser is None:
+            yield Delta(index, output.text, output.logprobs, output.finish_reason)
+            return
+        choice, logprobs = self.choices[index], output.logprobs
+        pieces = parser.feed(output.text)
+        if output.finish_reason is not None:
+            pieces += parser.finish()
+        for piece in pieces:
+            if isinstance(piece, str):
+                yield Delta(index, piece, logprobs, None)
+            elif self._max_tool_calls is None or len(choice.tool_calls) < self._max_tool_calls:
+                call = IdentifiedCall(parser.make_call_id(), len(choice.tool_calls), piece)
+                choice.tool_calls.append(call)
+                yield Delta(index, "", logprobs, None, call)
+            else:
+                continue
+            logprobs = None
+        if logprobs or output.finish_reason is not None:
+            yield Delta(index, "", logprobs, choice.told_finish_reason)
 
     def _note_text(self, choice: GeneratedChoice) -> None:
         now = time.perf_counter()

@@ -191,6 +191,7 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
     response_format: ResponseFormat | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class RelayMessage(msgspec.Struct, frozen=True, kw_only=True):

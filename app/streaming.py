@@ -15,9 +15,9 @@ from litestar import Response
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Send
 
-from app.answers import extension_of, logprobs_of, usage_of
+from app.answers import extension_of, logprobs_of, streamed_call, usage_of
 from app.errors import GenerationError, answer_of
-from app.generation import Delta, Generation
+from app.generation import Delta, Generation, IdentifiedCall
 from app.http_io import cancel_and_wait, disconnected
 from app.relay import Relay
 
@@ -53,6 +53,12 @@ class ChunkEncoder:
         logprobs = b"null" if delta.logprobs is None else self._encoder.encode(logprobs_of(delta.logprobs))
         return self._chunk(delta.choice, b'{"content":' + self._encoder.encode(delta.text) + b"}", logprobs, b"null")
 
+    def call(self, delta: Delta, found: IdentifiedCall) -> bytes:
+        """A call of a tool, all of it."""
+        logprobs = b"null" if delta.logprobs is None else self._encoder.encode(logprobs_of(delta.logprobs))
+        calls = self._encoder.encode([streamed_call(found)])
+        return self._chunk(delta.choice, b'{"tool_calls":' + calls + b"}", logprobs, b"null")
+
     def finish(self, index: int, reason: str) -> bytes:
         """The end of an answer."""
         return self._chunk(index, b"{}", b"null", self._encoder.encode(reason))
@@ -75,7 +81,9 @@ async def completion_events(generation: Generation, model: str, *, includes_usag
         yield chunks.role(choice.index)
     try:
         async for delta in generation.deltas():
-            if delta.text or delta.logprobs:
+            if delta.tool_call is not None:
+                yield chunks.call(delta, delta.tool_call)
+            elif delta.text or delta.logprobs:
                 yield chunks.text(delta)
             if delta.finish_reason is not None:
                 yield chunks.finish(delta.choice, delta.finish_reason)

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.tool_parsers import ToolParserName
+
 DType = Literal["auto", "fp32", "bf16", "fp16"]
 QuantizationName = Literal["none", "int8", "fp8"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
@@ -11,6 +13,7 @@ AttentionBackendName = Literal["auto", "flash", "triton", "native", "tiled", "sd
 PolicyName = Literal["token_budget", "fixed_count", "length_bucket"]
 KVRole = Literal["both", "prefill", "decode"]
 TransferFailurePolicy = Literal["fail", "recompute"]
+ToolParserSetting = Literal["auto", ToolParserName]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +34,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which kernels compute attention; ``auto`` takes the fastest that this machine has."""
     max_model_len: int | None = None
     """Window in tokens, prompt and output together; ``None`` takes the model's own."""
+    tool_call_parser: ToolParserSetting = "auto"
+    """The format in which the model writes calls of tools; ``auto`` takes the one that its chat template teaches."""
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -29,8 +29,18 @@ class IncrementalDetokenizer:
     The result therefore does not depend on how the text was cut into tokens or steps.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+        visible_tokens: tuple[str, ...] = (),
+    ) -> None:
+        """``visible_tokens`` are texts of control tokens that are written out; all others are no text."""
         self._tokenizer = tokenizer
+        controls = tokenizer.control_tokens
+        self._visible = frozenset(controls[text] for text in visible_tokens if text in controls)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_StopMatcher(text) for text in sorted(set(stop), key=len, reverse=True)]
         self._held = ""
@@ -56,7 +66,7 @@ class IncrementalDetokenizer:
         for token_id in token_ids:
             if self.stopped:
                 break
-            data = self._tokenizer.token_bytes(token_id)
+            data = self._tokenizer.token_bytes(token_id, skip_special=token_id not in self._visible)
             if self._is_at_start and data:
                 data = data.removeprefix(b" ")
                 self._is_at_start = False

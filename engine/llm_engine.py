@@ -29,6 +29,7 @@ from engine.sequence import Sequence
 from engine.stats import EngineCounters, request_timings
 from engine.step_executor import Runner, execute_checked, execute_in_parts
 from engine.tokenizer import Tokenizer
+from engine.tool_parsers import choose_tool_parser
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,9 @@ class LLMEngine:
         # Beside the start, not before it: the first request for JSON should not wait, nor any other for it.
         threading.Thread(target=grammars.warm_up, name="grammar-warm-up", daemon=True).start()
         runner = ModelRunner(config, model_path, eos_token_ids=chat.tokenizer.eos_token_ids, grammars=grammars)
-        info = msgspec.structs.replace(runner.info, quantization_gate=gate)
+        configured = config.model.tool_call_parser
+        parser = choose_tool_parser(chat.template) if configured == "auto" else configured
+        info = msgspec.structs.replace(runner.info, quantization_gate=gate, tool_call_parser=parser)
         cache_key = CacheKey(
             weights_digest=runner.info.weights_digest,
             tokenizer_digest=chat.tokenizer.digest,
@@ -175,7 +178,10 @@ class LLMEngine:
             raise ValueError("this engine has kv_transfer.role 'both': it makes no transfers")
         self.scheduler.add(sequence)
         self._detokenizers[request.request_id] = IncrementalDetokenizer(
-            self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens
+            self.tokenizer,
+            sampling.stop,
+            min_tokens=sampling.min_tokens,
+            visible_tokens=sampling.visible_tokens,
         )
         if sampling.top_logprobs is not None:
             self._logprobs[request.request_id] = LogprobsQueue(self.tokenizer)

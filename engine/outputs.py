@@ -6,6 +6,7 @@ import msgspec
 
 from engine.sampling_params import SamplingParams
 from engine.token_logprobs import PositionLogprobs
+from engine.tool_parsers import ToolParserName
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 TransferFailure = Literal["timeout", "peer_gone", "not_offered", "layout", "corrupt", "evicted", "copy"]
@@ -39,6 +40,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Slots for evicted blocks outside the pool."""
     quantization: str = "none"
     """Of the weights."""
+    tool_call_parser: ToolParserName = "hermes"
+    """The format in which the model writes calls of tools."""
     kv_cache_dtype: str = "auto"
     """``auto`` is ``dtype``."""
     quantization_gate: str = "none"

@@ -48,6 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
     json_schema: str | None = None
     """A JSON schema, as JSON, that the output follows; see ``engine.grammar``."""
+    visible_tokens: tuple[str, ...] = ()
+    """Control tokens that are text of the output, by what they look like: those that mark calls of tools."""
 
     @property
     def needs_history(self) -> bool:

@@ -212,6 +212,12 @@ def make_body(text: str = "What is a widget?", **fields: Any) -> dict[str, Any]:
     return {"model": "default", "messages": [user(text)], **fields}
 
 
+def make_tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A function that takes a city."""
+    schema = parameters or {"type": "object", "properties": {"city": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": schema}}
+
+
 def make_documents(num_documents: int, *, num_words: int = 40) -> list[dict[str, Any]]:
     """Documents that are all different; the one about widgets comes last."""
     documents = [

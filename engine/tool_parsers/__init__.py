@@ -1,7 +1,6 @@
 """Tool calls in the text of an answer: one parser for each format that models write, by vLLM's names."""
 
 import re
-from collections.abc import Iterable
 from typing import Literal
 
 from engine.tool_parsers.base import ToolCall, ToolParser

@@ -321,7 +321,6 @@ def test_fields_that_the_engine_does_not_know_are_listed_only_where_they_change_
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "repetition_penalty": 1.0}
     assert read(**neutral, response_format={"type": "text"}, tool_choice="auto").ignored == ()
     assert read(frequency_penalty=0.5, response_format={"type": "json_object"}).ignored == ()
-    assert read(tool_choice="required").ignored == ("tool_choice",)
 
 
 def test_unknown_fields_with_a_value_are_listed_as_ignored() -> None:

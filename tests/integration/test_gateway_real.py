@@ -1,5 +1,6 @@
 """The whole path: official client, gateway, reducer with its encoder, engine in its own process, real model."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,17 @@ TOOLS: list[ChatCompletionToolParam] = [
         },
     }
     for name in ("weather", "population", "mayor", "timezone", "altitude")
+]
+
+STRICT_TOOLS: Any = [
+    {
+        **tool,
+        "function": {
+            **tool["function"],
+            "parameters": {**tool["function"]["parameters"], "additionalProperties": False},
+        },
+    }
+    for tool in TOOLS
 ]
 
 
@@ -117,6 +129,69 @@ def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
     assert text == whole.choices[0].message.content
     assert len(chunks) > 5
     assert usage_of(chunks[-1]).completion_tokens == usage_of(whole).completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_function_is_called_with_arguments_of_its_schema(client: openai.OpenAI, stream: bool) -> None:
+    fields: dict[str, Any] = {
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "tools": STRICT_TOOLS,
+    }
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    answer: Any = client.chat.completions.create(
+        model=MODEL, messages=messages, temperature=0, max_tokens=64, stream=stream, **fields
+    )
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        calls = [call for choice in chunks for call in choice.delta.tool_calls or ()]
+        reason, content = chunks[-1].finish_reason, "".join(choice.delta.content or "" for choice in chunks) or None
+    else:
+        message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+        calls, content = message.tool_calls, message.content
+    assert [call.function.name for call in calls] == ["get_weather"]
+    assert list(json.loads(calls[0].function.arguments)) == ["city"]
+    assert (reason, content) == ("tool_calls", None)
+
+
+def test_at_least_one_call_is_demanded_of_any_function(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "How high does Bern lie?"}],
+        temperature=0,
+        max_tokens=64,
+        tools=STRICT_TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    calls: Any = answer.choices[0].message.tool_calls
+    assert len(calls) == 1
+    assert calls[0].function.name in {tool["function"]["name"] for tool in STRICT_TOOLS}
+    assert isinstance(json.loads(calls[0].function.arguments)["city"], str)
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_models_own_call_follows_those_before(client: openai.OpenAI, stream: bool) -> None:
+    messages: list[Any] = []
+    for place, (city, mayor) in enumerate((("Bern", "Alec von Graffenried"), ("Basel", "Conradin Cramer"))):
+        function = {"name": "get_mayor", "arguments": json.dumps({"city": city})}
+        call = {"id": f"c{place}", "type": "function", "function": function}
+        messages += [
+            {"role": "user", "content": f"Who is the mayor of {city}?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": f"c{place}", "content": mayor},
+            {"role": "assistant", "content": f"{mayor}."},
+        ]
+    messages.append({"role": "user", "content": "Who is the mayor of Thun?"})
+    answer: Any = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=STRICT_TOOLS[2:3], temperature=0, max_tokens=48, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    parts = [choice.delta if stream else choice.message for choice in choices]
+    calls = [call.function for part in parts for call in part.tool_calls or ()]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("get_mayor", {"city": "Thun"})]
+    assert choices[-1].finish_reason == "tool_calls"
+    assert not any(part.content for part in parts)
 
 
 def test_documents_are_reduced_within_the_budget_and_the_answer_is_found(client: openai.OpenAI) -> None:

