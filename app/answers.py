@@ -61,6 +61,8 @@ class Extension(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the request that the engine does not honour; of very many only some, and how many more."""
     token_count: str | msgspec.UnsetType = msgspec.UNSET
     """In which way ``prompt_tokens`` is never too low, where it was not counted exactly."""
+    degraded: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    """Why, by stage, a cheaper method was used or the stage left out; only where there is one."""
     waterfall: WaterfallReport | msgspec.UnsetType = msgspec.UNSET
     """Stages of the time to the first token, where they were asked for and there was one."""
 
@@ -202,6 +204,11 @@ def usage_of(generation: Generation) -> Usage:
     )
 
 
+def degraded_stages(compaction: Compaction) -> dict[str, str]:
+    """Stages that used a cheaper method or were left out, and why."""
+    return {stage.stage: stage.degraded for stage in compaction.result.stages if stage.degraded is not None}
+
+
 def extension_of(generation: Generation) -> Extension:
     """The extension of a finished generation."""
     compaction = generation.compaction
@@ -224,6 +231,7 @@ def extension_of(generation: Generation) -> Extension:
         max_tokens=generation.max_tokens,
         ignored_fields=list(compaction.request.ignored),
         token_count=_told_counting(compaction),
+        degraded=degraded_stages(compaction) or msgspec.UNSET,
         waterfall=generation.told_waterfall or msgspec.UNSET,
     )
 
@@ -285,9 +293,11 @@ def streamed_call(found: IdentifiedCall) -> StreamedCall:
 
 
 def reduction_headers(compaction: Compaction) -> dict[str, str]:
-    """``x-firsttoken-*`` headers: receipt and tokens before, after and saved."""
+    """``x-firsttoken-*`` headers: receipt, tokens before, after and saved, and stages that failed, if any."""
     result = compaction.result
+    failed = ", ".join(stage.stage for stage in result.stages if stage.failure)
     return {
+        **({"x-firsttoken-failed-stages": failed} if failed else {}),
         "x-firsttoken-receipt": compaction.receipt_id,
         "x-firsttoken-tokens-before": str(result.original_prompt_tokens),
         "x-firsttoken-tokens-after": str(result.prompt_tokens),

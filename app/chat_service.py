@@ -31,6 +31,7 @@ from app.summaries import BackendSummarizer
 from app.waterfall import TimedJob, Timeline
 from app.workers import WorkerPool
 from engine.errors import OutputTooLongError
+from reducer.errors import StageFailedError
 from reducer.prompt import PromptParts
 
 INLINE_BODY_BYTES = 16 * 1024
@@ -180,6 +181,9 @@ class ChatService:
                 bypass=arrival.bypass or bool(overrides.bypass),
                 summarizer=summarizer,
             )
+        except StageFailedError as error:
+            self._observer.on_stage_failed(error)
+            raise
         finally:
             if summarizer is not None:
                 summarizer.close()

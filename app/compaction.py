@@ -18,7 +18,7 @@ from app.waterfall import STAGES, Stage
 from reducer.config import RecogniseConfig
 from reducer.embedded_passages import recognise_passages
 from reducer.encoder import Encoder
-from reducer.errors import BudgetExceededError
+from reducer.errors import BudgetExceededError, InvalidPromptError
 from reducer.history import read_conversation
 from reducer.ordering import OrderMemory
 from reducer.pipeline import Reducer
@@ -86,10 +86,14 @@ class RequestCounter:
             raise template_refusal(error) from None
 
 
+class TemplateRefusalError(InvalidRequestError, InvalidPromptError):
+    """The template does not take the messages: for the reducer a mistake of the request, no failure of a stage."""
+
+
 def template_refusal(error: ValueError) -> InvalidRequestError:
     """What the caller is told where the chat template does not take the messages."""
     text = f"The chat template refuses this prompt: {error}"
-    return InvalidRequestError(text, param="messages", code="invalid_value")
+    return TemplateRefusalError(text, param="messages", code="invalid_value")
 
 
 class Compactor:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import AdmissionError, EngineDeadError, EngineError, OutputTooLongError, PromptTooLongError
-from reducer.errors import BudgetExceededError, InvalidPromptError, ReducerError
+from reducer.errors import BudgetExceededError, InvalidPromptError, ReducerError, StageFailedError
 from reducer.prompt import Budget
 
 _FIELD = re.compile(r"(messages|documents|tools)(\[\d+\]|\.\w+)*")
@@ -231,6 +231,10 @@ def _unavailable(error: Any) -> ErrorAnswer:
     return ErrorAnswer(503, "overloaded", str(error), headers=_retry_after(error.retry_after_s))
 
 
+def _stage_failed(error: StageFailedError) -> ErrorAnswer:
+    return ErrorAnswer(503, "server_error", str(error), None, "stage_failed", _retry_after(1.0))
+
+
 def _unauthenticated(error: Exception) -> ErrorAnswer:
     headers = {"WWW-Authenticate": "Bearer"}
     return ErrorAnswer(401, "authentication_error", str(error), None, "invalid_api_key", headers)
@@ -277,6 +281,7 @@ def _unlisted(error: Exception) -> ErrorAnswer:
 TABLE: dict[type[Exception], Callable[[Any], ErrorAnswer]] = {
     InvalidRequestError: _invalid,
     InvalidPromptError: _invalid_prompt,
+    StageFailedError: _stage_failed,
     RecursionError: lambda _: ErrorAnswer(
         400, "invalid_request_error", "The request body is nested too deeply.", None, "invalid_json"
     ),

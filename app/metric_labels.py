@@ -7,7 +7,14 @@ CODES = frozenset(
         *("already_exists", "context_length_exceeded", "insufficient_quota", "invalid_api_key"),
         *("invalid_json", "invalid_type", "invalid_value", "method_not_allowed", "model_not_found", "no_originals"),
         *("rate_limit_exceeded", "read_only", "recall_floor", "receipt_not_found", "request_too_large"),
-        *("storage_disabled", "unknown_url", "unsupported_value", "upstream_authentication", "upstream_not_found"),
+        *(
+            "stage_failed",
+            "storage_disabled",
+            "unknown_url",
+            "unsupported_value",
+            "upstream_authentication",
+            "upstream_not_found",
+        ),
     )
 )
 FINISH_REASONS = frozenset(

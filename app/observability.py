@@ -165,6 +165,9 @@ class GatewayMetrics:
         self.original_tokens = counter("original_prompt_tokens", "Prompt tokens before reduction")
         self.saved_tokens = counter("saved_prompt_tokens", "Prompt tokens that reduction took away")
         self.passages = counter("passages", "Passages by what happened to them", "action")
+        self.stage_failures = counter(
+            "stage_failures", "Stages that failed: left out (open), or the request refused (closed)", "stage", "mode"
+        )
         self.degraded = counter("stage_degraded", "Stages that fell back to a cheaper method", "stage")
         self.budget_source = counter("budget_source", "Requests by the limit that set their budget", "source")
         self.count_mismatch = counter("prompt_count_mismatch", "Prompts that gateway and engine counted differently")
@@ -213,6 +216,8 @@ class GatewayMetrics:
             self.stage_time.labels(model, stage.stage).observe(stage.ms / 1000)
             if stage.degraded is not None:
                 self.degraded.labels(model, stage.stage).inc()
+            if stage.failure:
+                self.stage_failures.labels(model, stage.stage, "open").inc()
 
     def on_text(self, generation: Generation, gap_s: float | None) -> None:
         """Notes the first text, or the gap before a further one."""

@@ -10,6 +10,7 @@ from app.generation import Generation
 from app.input_budget import TtftObjective
 from app.observability import GatewayMetrics
 from app.receipts import ReceiptKeeper, saved_tokens, with_waterfall
+from reducer.errors import StageFailedError
 
 
 class UsageObserver(Protocol):
@@ -65,6 +66,10 @@ class ServiceObserver:
             reduce_ms=round(compaction.reduce_s * 1000, 1),
             degraded=[stage.stage for stage in result.stages if stage.degraded is not None],
         )
+
+    def on_stage_failed(self, error: StageFailedError) -> None:
+        """A request was refused because a stage failed."""
+        self._metrics.stage_failures.labels(self._model_name, error.stage, "closed").inc()
 
     def on_first_output(self, generation: Generation) -> None:
         """The engine has computed a prompt."""

@@ -9,6 +9,7 @@ import msgspec
 
 DocumentOrder = Literal["input", "best_first", "best_last", "cache"]
 VolatilePolicy = Literal["report", "move"]
+FailureMode = Literal["open", "closed"]
 
 
 def _check_share(name: str, value: float) -> None:
@@ -236,6 +237,27 @@ class TemplateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_at_least("block_size", self.block_size, 1)
 
 
+class FailureConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What follows where a stage fails in a way that nobody foresaw; an expired deadline or a model that fails is none.
+
+    ``open`` leaves the stage out: what came in goes on to the next stage, the budget holds by whole passages and turns
+    in order, and the answer says so. ``closed`` refuses the request with an error that names the stage.
+    """
+
+    access: Literal["closed"] = "closed"
+    """Fixed: what nobody has checked reaches no prompt."""
+    clean: FailureMode = "open"
+    dedup: FailureMode = "open"
+    rank: FailureMode = "open"
+    """``open``: passages stay in the order in which they came."""
+    history: FailureMode = "open"
+    """``open``: the last turns that fit."""
+    select: FailureMode = "open"
+    """``open``: whole passages, best first, that fit."""
+    template: FailureMode = "closed"
+    """``open``: system text and tools stay as they came, and nothing is known of the stable prefix."""
+
+
 class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the embedding model runs."""
 
@@ -270,6 +292,7 @@ class ReducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     history: HistoryConfig = HistoryConfig()
     template: TemplateConfig = TemplateConfig()
     encoder: EncoderConfig = EncoderConfig()
+    failure: FailureConfig = FailureConfig()
 
     def __post_init__(self) -> None:
         _check_at_least("min_prompt_tokens", self.min_prompt_tokens, 0)

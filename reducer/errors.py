@@ -2,7 +2,8 @@
 
 ReducerError
 ├── BudgetExceededError   what must not be cut (system, tools, question) does not fit into the budget
-└── InvalidPromptError    messages or passages that cannot be reduced: no user message, two passages with one id
+├── InvalidPromptError    messages or passages that cannot be reduced: no user message, two passages with one id
+└── StageFailedError      a stage failed in a way that nobody foresaw, and is set to refuse then
 """
 
 
@@ -24,3 +25,11 @@ class BudgetExceededError(ReducerError):
 
 class InvalidPromptError(ReducerError):
     """Messages or passages that cannot be reduced; the text names the field and the value."""
+
+
+class StageFailedError(ReducerError):
+    """A stage that must not be left out failed. The text holds nothing of the request; the cause may."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(f"The {stage} stage of the reduction failed: {reason}. Nothing was sent to the model.")
+        self.stage = stage

@@ -7,17 +7,19 @@ The prompt that comes out is counted exactly, as it is rendered.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from reducer.access import filter_readable
+from reducer.access import Readable, filter_readable
 from reducer.budget import free_tokens
 from reducer.config import ReducerConfig
 from reducer.deadline import Deadline, DeadlineEncoder, DeadlineReranker
 from reducer.embedded_passages import recognise_passages, reduce_in_place
 from reducer.encoder import Encoder, ScopedEncoder
-from reducer.errors import BudgetExceededError, InvalidPromptError
+from reducer.errors import BudgetExceededError, InvalidPromptError, StageFailedError
+from reducer.failures import FORESEEN, note_failure, run_stage, template_report, template_step
 from reducer.fitting import render_messages
 from reducer.history import HistoryOutcome, count_turns, make_query, read_conversation
 from reducer.ordering import OrderMemory, passage_key
@@ -121,8 +123,7 @@ class Reducer:
             raise BudgetExceededError(run.original_tokens, budget.max_input_tokens, budget.source)
         reason = "bypass" if bypass else self._pass_through_reason(run)
         if reason is not None:
-            block_size = self._config.template.block_size
-            prefix = None if bypass else report_prefix(run.prepared, self._counter, block_size)
+            prefix = None if bypass else self._report_prefix(run)
             return _pass_through(run, reason, prefix)
         if encoder is not None and deadline.limit_s is not None:
             encoder = DeadlineEncoder(encoder, deadline)
@@ -130,20 +131,18 @@ class Reducer:
             num_before, started = run.num_tokens, time.perf_counter()
             if not deadline.allows(expected_s(name, run)):
                 stage, run.is_late = IN_HASTE[name], True
-            degraded = stage(run, self._config, encoder)
-            run.reports.append(_report(name, num_before, run, started, degraded))
+            degraded, failure = run_stage(name, stage, run, self._config, encoder)
+            run.reports.append(_report(name, num_before, run, started, degraded, failure))
         assert run.fitted is not None, "the last stage fits the prompt"
-        if run.order_memory is not None and run.order_prefix is not None:
-            run.order_memory.remember(run.order_prefix, [passage_key(item) for item in run.arranged])
+        template_step(run.template_failures, self._config, lambda: _remember_order(run), None)
+        prefix = None if run.is_late else self._report_prefix(run)
         is_same = run.fitted.messages == run.unreduced
         return _result(
             run,
             messages=run.fitted.messages,
             prompt_tokens=run.fitted.prompt_tokens,
             selected=run.arranged,
-            prefix=None
-            if run.is_late
-            else report_prefix(run.prepared, self._counter, self._config.template.block_size),
+            prefix=prefix,
             pass_through="nothing to remove" if is_same else None,
         )
 
@@ -166,14 +165,22 @@ class Reducer:
             clock=self._clock,
         )
 
+    def _report_prefix(self, run: Run) -> PrefixReport | None:
+        block_size = self._config.template.block_size
+        work = partial(report_prefix, run.prepared, self._counter, block_size)
+        return template_step(run.template_failures, self._config, work, None)
+
     def _read(self, received: PromptParts, budget: Budget, caller: Caller, *, is_raw: bool) -> Run:
         """Check, filter and count what came in; ``is_raw`` leaves tools and system text alone. Raises as ``reduce``."""
         check_passages(received.passages)
         conversation = read_conversation(received.messages)
         query = make_query(received.messages, conversation)
-        prepared = Prepared(received) if is_raw else prepare(received, conversation, self._config.template)
+        prepared, failures = Prepared(received), list[str]()
+        if not is_raw:
+            work = partial(prepare, received, conversation, self._config.template)
+            prepared = template_step(failures, self._config, work, prepared)
         parts, question = prepared.parts, conversation.question
-        readable = filter_readable(parts.passages, caller)
+        readable = readable_passages(parts.passages, caller)
         counter = CachedCounter(self._counter)
         protected = [
             prepend_documents(parts.messages[i], prepared.moved_text) if i == question else parts.messages[i]
@@ -205,6 +212,7 @@ class Reducer:
             document_tokens=document_tokens_of(candidates),
             history_tokens=sum(turn_tokens.values()),
             running=candidates,
+            template_failures=failures,
         )
 
     def _pass_through_reason(self, run: Run) -> str | None:
@@ -230,6 +238,22 @@ def check_passages(passages: Sequence[Passage]) -> None:
         seen.add(passage.id)
 
 
+def readable_passages(passages: Sequence[Passage], caller: Caller) -> Readable:
+    """The access stage. Raises ``StageFailedError`` where it fails: no passage goes on unchecked."""
+    try:
+        return filter_readable(passages, caller)
+    except FORESEEN:
+        raise
+    except Exception as error:
+        failure = note_failure("access", "closed", error)
+        raise StageFailedError("access", f"{failure}, and what nobody checked goes to nobody") from error
+
+
+def _remember_order(run: Run) -> None:
+    if run.order_memory is not None and run.order_prefix is not None:
+        run.order_memory.remember(run.order_prefix, [passage_key(item) for item in run.arranged])
+
+
 def _pass_through(run: Run, reason: str, prefix: PrefixReport | None) -> ReductionResult:
     run.history = HistoryOutcome(run.conversation.history, tuple(keep_turns(run.turn_tokens, reason)))
     return _result(
@@ -251,6 +275,7 @@ def _result(
     prefix: PrefixReport | None,
     pass_through: str | None,
 ) -> ReductionResult:
+    template = template_report(run)
     return ReductionResult(
         messages=messages,
         tools=[dict(tool) for tool in run.parts.tools],
@@ -260,18 +285,26 @@ def _result(
         documents=decide_documents(run.candidates, selected, run.filtered),
         denied_documents=run.num_denied,
         turns=list(run.history.decisions),
-        stages=run.reports,
+        stages=run.reports if template is None else [*run.reports, template],
         prefix=prefix,
         deadline_expired=run.is_late,
         pass_through=pass_through,
     )
 
 
-def _report(name: str, num_before: int, run: Run, started: float, degraded: str | None) -> StageReport:
+def _report(
+    name: str,
+    num_before: int,
+    run: Run,
+    started: float,
+    degraded: str | None,
+    failure: str | msgspec.UnsetType = msgspec.UNSET,
+) -> StageReport:
     return StageReport(
         stage=name,
         tokens_before=num_before,
         tokens_after=run.num_tokens,
         ms=round((time.perf_counter() - started) * 1000, 3),
         degraded=degraded,
+        failure=failure,
     )

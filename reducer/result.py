@@ -60,6 +60,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     ms: float
     degraded: str | None = None
     """Why the stage used a cheaper method than configured."""
+    failure: str | msgspec.UnsetType = msgspec.UNSET
+    """The error after which the stage was left out, as its type and place; nothing of the request is in it."""
 
 
 class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,6 +63,12 @@ class Run:
     is_late: bool = False
     """Whether the deadline passed, or would have."""
     reports: list[StageReport] = field(default_factory=list)
+    is_unranked: bool = False
+    """Whether passages have no scores because the rank stage failed: they are chosen in the order given."""
+    keeps_recent: bool = False
+    """Whether the history is its last turns that fit, because the history stage failed."""
+    template_failures: list[str] = field(default_factory=list)
+    """What of the template's preparation failed and was left out."""
 
     @property
     def parts(self) -> PromptParts:

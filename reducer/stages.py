@@ -15,6 +15,7 @@ from reducer.deadline import select_whole
 from reducer.dedup import deduplicate
 from reducer.encoder import Encoder
 from reducer.extraction import Extractor
+from reducer.failures import keep_recent
 from reducer.fitting import fit_documents, render_messages
 from reducer.history import reduce_history
 from reducer.lexical import words
@@ -66,6 +67,11 @@ def _run_history(run: Run, config: ReducerConfig, encoder: Encoder | None) -> st
 
 
 def _run_select(run: Run, config: ReducerConfig, encoder: Encoder | None) -> str | None:
+    if run.is_unranked:
+        why = "whole passages in order while they fit"
+        return _fit(
+            run, config, None, lambda allowance, num_block: _choose_in_order(run, allowance, num_block, config, why)
+        )
     extractor = Extractor(run.query, config.rank, run.counter, encoder)
     listed = shortlist(
         run.running,
@@ -164,8 +170,14 @@ def _select_in_haste(run: Run, config: ReducerConfig, encoder: Encoder | None) -
 
 def _choose_in_haste(run: Run, allowance: int, num_block_tokens: int, config: ReducerConfig) -> SelectionOutcome:
     run.is_late = True
-    extractor = Extractor(run.query, config.rank, run.counter, None)
     why = f"{run.deadline}: whole passages in order while they fit"
+    return _choose_in_order(run, allowance, num_block_tokens, config, why)
+
+
+def _choose_in_order(
+    run: Run, allowance: int, num_block_tokens: int, config: ReducerConfig, why: str
+) -> SelectionOutcome:
+    extractor = Extractor(run.query, config.rank, run.counter, None)
     return select_whole(run.running, allowance, num_block_tokens, extractor, why)
 
 
@@ -201,6 +213,9 @@ def _make_arrange(run: Run, config: ReducerConfig) -> Callable[[Sequence[Selecte
 
 
 def _keep_history(run: Run, allowance: int, config: ReducerConfig, encoder: Encoder | None) -> None:
+    if run.keeps_recent:
+        keep_recent(run, allowance)
+        return
     planned = allowance if run.planned_history is None else run.planned_history
     run.planned_history = planned
     run.history = reduce_history(
