@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-peers bench-gateway bench-gpu bench-quantization eval-gate eval-load eval-ablation clean
+.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-peers bench-gateway bench-gpu bench-quantization eval-gate eval-planted eval-committed eval-load eval-ablation clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -76,7 +76,7 @@ bench-peers: setup ## vLLM, OpenVINO GenAI and llama.cpp on one RAG workload; ha
 	-eval/benches/peers/make_vllm_cpu.sh $(PEERS)/vllm $$($(BIN)/python -c 'from engine.model_store import resolve_model; print(resolve_model("smollm2-135m-instruct"))') $(PEERS)/smollm2
 	-eval/benches/peers/make_openvino.sh $(PEERS)/openvino
 	-eval/benches/peers/make_llama_cpp.sh $(PEERS)/llama
-	$(BIN)/python -m eval.benches.bench_peers $(DATA) --peers $(PEERS) --output eval/results/peers.json
+	$(BIN)/python -m eval.benches.bench_peers $(DATA) --peers $(PEERS) --output eval/results/peers.json --readme README.md
 	$(BIN)/firsttoken eval report eval/results/peers.json --html build/peers.html --markdown build/peers.md
 
 QUANTIZATION ?= int8
@@ -86,6 +86,13 @@ bench-quantization: setup ## a quantized format against the unquantized model; t
 GATE ?= evidence>=0.97,answer_drop<=0.05,evidence_drop<=0.05,near_kept>=0.98,failures<=0
 eval-gate: setup ## fail if the reduction loses answers, evidence or near copies on nq-redundant; ten minutes
 	$(BIN)/firsttoken eval recall --data $(DATA)/nq-redundant.jsonl.gz --gate '$(GATE)'
+
+eval-planted: setup ## planted regressions must fail the gates, identical policies pass them; a quarter of an hour
+	$(BIN)/python -m eval.benches.bench_planted $(DATA) --output eval/results/planted.json
+
+CASES ?= 100
+eval-committed: setup ## recall of the default policy over all sets, and the README table; forty minutes, resumable
+	$(BIN)/python -m eval.benches.bench_committed $(DATA) --limit $(CASES) --output eval/results/recall.json --readme README.md
 
 RATE ?= 0.5
 eval-load: setup ## open-loop load of questions with redundant passages on an own gateway; five minutes

@@ -12,6 +12,7 @@ from eval.page import Block, Grid, Heading, Paragraph
 from eval.peers_records import PeerArm, PeersReport
 from eval.report import NOTHING, milliseconds, percent
 
+MARKS = ("<!-- peers table: make bench-peers -->", "<!-- end of the peers table -->")
 _SERVERS = (
     *("server", "stage", "answered", "TTFT P50 / P95 / P99", "TPOT P50", "prompt tokens P50", "hit rate"),
     *("contains", "memory MiB"),
@@ -24,14 +25,7 @@ _RATIOS = (
 
 def peers_blocks(report: PeersReport) -> Iterator[Block]:
     """Everything that the result holds."""
-    figures = report.workload
-    yield Paragraph(
-        f"{figures['num_requests']:.0f} requests a pass at {report.rate:.3f} a second, "
-        f"{100 * report.utilisation:.0f} % of what the slowest server can do; {figures['num_questions']:.0f} questions "
-        f"on {figures['num_passages']:.0f} passages under {figures['num_system_prompts']:.0f} system prompts, "
-        f"{figures['num_repeated']:.0f} requests are word for word as before; unreduced prompts of "
-        f"{figures['prompt_tokens_median']:,.0f} tokens (median), at most {figures['prompt_tokens_max']:,.0f}."
-    )
+    yield Paragraph(workload_line(report))
     for item in report.requirements:
         verdict = "met" if item.is_met else "NOT met"
         yield Paragraph(f"{item.text}: {item.value:.3g}, {verdict}.", "pass" if item.is_met else "fail")
@@ -73,6 +67,52 @@ def ratio_rows(report: PeersReport) -> list[tuple[str, ...]]:
         )
         for item in report.comparisons
     ]
+
+
+def readme_table(report: PeersReport) -> str:
+    """What stands between the two marks of the README: servers under load, then the ratios."""
+    lines = [
+        "| | TTFT P50 / P95, ms | alone, P50 | prompt tokens | hit rate | contains | failed | memory, GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for arm in report.arms:
+        name = f"{arm.name} {arm.version}".strip()
+        found = arm.both
+        if found is None or found.ttft_ms is None:
+            lines.append(f"| {name} | not measured | | | | | | |")
+            continue
+        alone = None if arm.low is None or arm.low.ttft_ms is None else arm.low.ttft_ms.p50
+        memory = NOTHING if arm.peak_memory_mib is None else f"{arm.peak_memory_mib / 1024:.1f}"
+        tokens = NOTHING if found.prompt_tokens is None else f"{found.prompt_tokens.p50:,.0f}"
+        lines.append(
+            f"| {name} | {found.ttft_ms.p50:,.0f} / {found.ttft_ms.p95:,.0f} | {milliseconds(alone)} | {tokens} | "
+            f"{percent(found.hit_rate)} | {percent(found.contains)} | {found.num_requests - found.completed} | "
+            f"{memory} |"
+        )
+    lines += [
+        "",
+        "| against | TTFT P50 | TTFT P95 | answers that contain an accepted one, points |",
+        "| --- | --- | --- | --- |",
+    ]
+    for item in report.comparisons:
+        points = [100 * value for value in (item.contains_difference, item.contains_low, item.contains_high)]
+        lines.append(
+            f"| {item.peer} | {item.ttft_p50} times | {item.ttft_p95} times | "
+            f"{points[0]:+.1f} [{points[1]:+.1f}, {points[2]:+.1f}] |"
+        )
+    return "\n".join([*lines, "", workload_line(report)])
+
+
+def workload_line(report: PeersReport) -> str:
+    """What was sent."""
+    figures = report.workload
+    return (
+        f"{figures['num_requests']:.0f} requests a pass at {report.rate:.3f} a second, "
+        f"{100 * report.utilisation:.0f} % of what the slowest server can do; {figures['num_questions']:.0f} questions "
+        f"on {figures['num_passages']:.0f} passages under {figures['num_system_prompts']:.0f} system prompts, "
+        f"{figures['num_repeated']:.0f} requests are word for word as before; unreduced prompts of "
+        f"{figures['prompt_tokens_median']:,.0f} tokens (median), at most {figures['prompt_tokens_max']:,.0f}."
+    )
 
 
 def server_rows(report: PeersReport) -> list[tuple[str, ...]]:

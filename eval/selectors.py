@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.baselines import Embed, bm25, by_score, with_title
+from eval.compressor_process import CompressorProcess
 from eval.prompts import case_documents
 from eval.records import SkippedArm
 from eval.samples import Case, Chunk
@@ -99,7 +100,10 @@ class SelectorFactory:
     """The language model of LongLLMLingua: a local folder or an id."""
     embed: Embed | None = None
     """Replaces the encoder."""
+    pythons: Mapping[str, Path] = field(default_factory=dict)
+    """Python of the environment that holds a compressor's package, by baseline; without one, this environment's."""
     _vectors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    _processes: list[CompressorProcess] = field(default_factory=list)
 
     def make(self, names: Sequence[str]) -> Selectors:
         """The named baselines, each once. Raises ``ValueError`` for a name that is none."""
@@ -112,6 +116,11 @@ class SelectorFactory:
             except NotHereError as reason:
                 found.skipped.append(SkippedArm(name=name, reason=str(reason)))
         return found
+
+    def close(self) -> None:
+        """Ends the compressors' processes."""
+        while self._processes:
+            self._processes.pop().close()
 
     def _head(self) -> Selector:
         return RankedSelector("head", lambda case: list(range(len(case.chunks))))
@@ -132,9 +141,13 @@ class SelectorFactory:
         return RankedSelector("embedding", order)
 
     def _longllmlingua(self) -> Selector:
-        _require("llmlingua", "llmlingua")
+        is_apart = "longllmlingua" in self.pythons
+        if not is_apart:
+            _require("llmlingua", "llmlingua")
         if self.compressor_model is None:
             raise NotHereError("needs a language model: --compressor-model FOLDER_OR_ID")
+        if is_apart:
+            return self._apart("longllmlingua", "longllmlingua.py", [self.compressor_model])
         import llmlingua
 
         compressor = llmlingua.PromptCompressor(self.compressor_model, device_map="cpu")
@@ -158,6 +171,8 @@ class SelectorFactory:
         return CompressingSelector("longllmlingua", compress)
 
     def _headroom(self) -> Selector:
+        if "headroom" in self.pythons:
+            return self._apart("headroom", "headroom_compress.py", [])
         _require("headroom", "headroom-ai")
         os.environ.setdefault("HEADROOM_OFFLINE", "1")
         module = importlib.import_module("headroom")
@@ -176,6 +191,22 @@ class SelectorFactory:
             return str(result.messages[-1]["content"])
 
         return CompressingSelector("headroom", compress)
+
+    def _apart(self, name: str, script: str, arguments: Sequence[str]) -> Selector:
+        """A compressor in an environment of its own."""
+        try:
+            process = CompressorProcess(self.pythons[name], script, arguments)
+        except (OSError, RuntimeError) as error:
+            raise NotHereError(f"its environment does not start: {error}") from None
+        self._processes.append(process)
+
+        def compress(case: Case, max_tokens: int) -> str:
+            found = process.compress(case.question, _texts(case.chunks), max_tokens)
+            if found.get("error"):
+                raise RuntimeError(found["error"])
+            return str(found["text"])
+
+        return CompressingSelector(name, compress)
 
     def _load_encoder(self) -> Embed:
         name = self.encoder or str(_cache_folder() / "models" / ENCODER_FOLDER)
@@ -199,7 +230,8 @@ class SelectorFactory:
         return np.stack([self._vectors[text] for text in texts])
 
 
-NAMES = ("head", "tail", "bm25", "embedding", "longllmlingua", "headroom")
+COMPRESSORS = ("longllmlingua", "headroom")
+NAMES = ("head", "tail", "bm25", "embedding", *COMPRESSORS)
 
 
 def _require(module: str, package: str) -> None:

@@ -32,7 +32,8 @@ from engine.chat_template import ChatTokenizer
 from engine.model_store import resolve_model
 from eval.baselines import Baselines, Kept, make_pool
 from eval.benches.passages import passages_of
-from eval.benches.reduction_times import PEER_SHARE, Peer, Stopwatch, Times
+from eval.benches.reduction_times import PEER_SHARE, Stopwatch, Times, make_peer
+from eval.compressor_process import CompressorProcess
 from eval.datasets import Dataset, read_dataset
 from eval.intervals import compare, percentile
 from eval.manifest import Manifest, make_manifest
@@ -107,7 +108,7 @@ class Bench:
         self._encoder_path = resolve_model("all-minilm-l6-v2")
         self._encoder = SentenceTransformerEncoder(self._encoder_path)
 
-    def time(self, cases: Sequence[Case], peer: Peer | None) -> Times:
+    def time(self, cases: Sequence[Case], peer: CompressorProcess | None) -> Times:
         """What reducing these cases costs beside prefilling them unreduced."""
         return Stopwatch(self._counter, self._encoder, peer).measure(cases)
 
@@ -281,7 +282,7 @@ def main(data: Path, sets: str, limit: int, seed: int, times: int, peer: Path | 
     datasets = [scored_cases(read_dataset(data / f"{name}.jsonl.gz"), limit) for name in sets.split(",")]
     timed: Times | None = None
     if times:
-        opponent = None if peer is None else Peer(peer / "bin" / "python", peer / "model", torch.get_num_threads())
+        opponent = None if peer is None else make_peer(peer / "bin" / "python", peer / "model", torch.get_num_threads())
         timed = bench.time(datasets[0].cases[:times], opponent)
         if opponent is not None:
             opponent.close()

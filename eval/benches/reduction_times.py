@@ -5,8 +5,6 @@ by the embedded engine (no prefix cache, one output token), the passages are red
 with all of them cached, and the peer compresses the same passages to a tenth.
 """
 
-import json
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from engine.outputs import GenerateRequest
 from engine.sampling_params import SamplingParams
 from eval.baselines import with_title
 from eval.benches.passages import passages_of
+from eval.compressor_process import CompressorProcess
 from eval.intervals import percentile
 from eval.prompts import case_messages
 from eval.samples import Case
@@ -68,47 +67,17 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     cases: list[CaseTimes]
 
 
-class Peer:
-    """LongLLMLingua in its own environment, asked over a pipe."""
-
-    def __init__(self, python: Path, model: Path, num_threads: int) -> None:
-        script = Path(__file__).parent / "peers" / "longllmlingua.py"
-        self._process = subprocess.Popen(
-            [str(python), str(script), str(model), "--threads", str(num_threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.version = self._read()["version"]
-
-    def compress(self, question: str, passages: Sequence[str], target_tokens: int) -> dict[str, Any]:
-        """The peer's prompt for these passages, as ``text``, ``num_tokens`` and ``seconds``."""
-        assert self._process.stdin is not None
-        asked = {"question": question, "passages": list(passages), "target_tokens": target_tokens}
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the peer ended with code {self._process.wait()} before it answered")
-        found: dict[str, Any] = json.loads(line)
-        return found
+def make_peer(python: Path, model: Path, num_threads: int) -> CompressorProcess:
+    """LongLLMLingua in its own environment."""
+    return CompressorProcess(python, "longllmlingua.py", [str(model), "--threads", str(num_threads)])
 
 
 class Stopwatch:
     """Times one case after the other on models that are loaded once."""
 
-    def __init__(self, counter: ChatTokenizer, encoder: SentenceTransformerEncoder, peer: Peer | None) -> None:
+    def __init__(
+        self, counter: ChatTokenizer, encoder: SentenceTransformerEncoder, peer: CompressorProcess | None
+    ) -> None:
         self._counter = counter
         self._encoder = encoder
         self._reducer = Reducer(ReducerConfig(), counter, encoder)
@@ -136,7 +105,7 @@ class Stopwatch:
             cases=measured,
         )
 
-    def _measure(self, case: Case, peer: Peer | None) -> CaseTimes:
+    def _measure(self, case: Case, peer: CompressorProcess | None) -> CaseTimes:
         parts = PromptParts(messages=tuple(case_messages(case)), passages=passages_of(case))
         everything = self._reducer.reduce(parts, budget=Budget(10**6, "window"), caller=Caller(), bypass=True)
         prefill_s = self._prefill(everything.messages)

@@ -29,7 +29,7 @@ from eval.readers.base import NUM_CHUNKS
 from eval.recall import RecallOptions, RecallRun, can_be_answered
 from eval.records import CaseRecord, GateVerdict, RecallReport, encode_cases, encode_report
 from eval.report import print_recall
-from eval.selectors import NAMES, SelectorFactory, Selectors
+from eval.selectors import COMPRESSORS, NAMES, SelectorFactory, Selectors
 from eval.summary import make_report
 
 
@@ -55,6 +55,16 @@ def _parse_budgets(ctx: click.Context, param: click.Parameter, value: str) -> tu
     except ValueError as error:
         raise click.BadParameter(f"{value!r}: {error}") from None
     return budgets
+
+
+def _parse_pythons(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Path]:
+    found = {}
+    for text in value:
+        name, equals, file = text.partition("=")
+        if name not in COMPRESSORS or not equals or not Path(file).is_file():
+            raise click.BadParameter(f"{text!r} is not one of {', '.join(COMPRESSORS)}, '=', and a file that exists")
+        found[name] = Path(file)
+    return found
 
 
 def parse_gate(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[Threshold, ...]:
@@ -108,6 +118,14 @@ def parse_gate(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
 )
 @click.option("--encoder", help="Model of the baseline embedding; by default the one that the gateway uses.")
 @click.option("--compressor-model", help="Language model of the baseline longllmlingua.")
+@click.option(
+    "--baseline-python",
+    "pythons",
+    multiple=True,
+    callback=_parse_pythons,
+    metavar="NAME=FILE",
+    help="Python of the environment that holds the package of longllmlingua or headroom.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of intervals and of the order of arms.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Of a generated answer.")
 @click.option(
@@ -146,6 +164,7 @@ def recall(
     baselines: tuple[str, ...],
     encoder: str | None,
     compressor_model: str | None,
+    pythons: dict[str, Path],
     seed: int,
     max_tokens: int,
     config: Path | None,
@@ -180,8 +199,9 @@ def recall(
     except EvalError as error:
         raise click.UsageError(str(error)) from None
     names = NAMES if "all" in baselines else baselines
-    factory = SelectorFactory(encoder=encoder, compressor_model=compressor_model)
+    factory = SelectorFactory(encoder=encoder, compressor_model=compressor_model, pythons=pythons)
     with ExitStack() as stack:
+        stack.callback(factory.close)
         judge = None
         if judge_url is not None:
             judge = stack.enter_context(Judge(judge_url, judge_model, api_key=judge_key))
