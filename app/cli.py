@@ -88,7 +88,7 @@ def _db() -> click.Command:
 COMMANDS: dict[str, tuple[Callable[[], click.Command], str]] = {
     "serve": (_serve, "Start the gateway on the embedded engine."),
     "compact": (_compact, "Show what a request would send to the model."),
-    "config": (_config, "Check the configuration."),
+    "config": (_config, "Check and show the configuration."),
     "models": (_models, "Fetch models and list what is there."),
     "plan": (_plan, "Say whether separate engines for prefill and decode pay."),
     "tenants": (_tenants, "Manage tenants, their limits and groups."),

@@ -41,7 +41,7 @@ def _key_of(text: str, path: str, fields: Collection[str]) -> str | None:
 
 def _value_of(value: Any, kind: Any, path: str) -> Any:
     """One value; tables and arrays of Structs are walked, so that the path of a mistake is known exactly."""
-    inner = _struct_in(kind)
+    inner = struct_in(kind)
     if inner is not None and isinstance(value, dict):
         if get_origin(kind) is dict:
             return {name: _value_of(entry, inner, f"{path}.{name}") for name, entry in value.items()}
@@ -56,7 +56,7 @@ def _value_of(value: Any, kind: Any, path: str) -> Any:
         raise ConfigError(f"{path}: {error}", key=path + (inside[1] if inside else "")) from None
 
 
-def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
+def struct_in(kind: Any) -> type[msgspec.Struct] | None:
     """The Struct that ``kind`` is or holds: ``S``, ``S | None``, ``dict[str, S]``, ``list[S]``, ``tuple[S, ...]``."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind
