@@ -191,6 +191,7 @@ class GatewayMetrics:
         self.longest = histogram("request_max_num_generation_tokens", "Tokens of the longest answer", TOKEN_BUCKETS)
         self.computed = histogram("request_prefill_kv_computed_tokens", "Prompt tokens not cached", TOKEN_BUCKETS)
 
+        self.count_mismatch.labels(model_name)  # from the start, so that an alert sees the first one
         # Looked up once: a stream observes it with every token.
         self._own_itl = self.itl.labels(model_name)
 
