@@ -1,12 +1,28 @@
-"""Rotary embedding of new queries and keys and the store of keys and values into the paged cache, in one pass."""
+"""Rotary embedding of new queries and keys and the store of keys and values into the paged cache, in one pass.
+
+Models that normalise their query and key heads have that done in the same pass by the native kernel.
+"""
+
+from typing import NamedTuple
 
 import torch
 
 from kernels.kv_quantization import is_quantized_kv, store_quantized_kv
 from kernels.native.library import RotaryStoreArgs, dtype_code, kernels_for
+from kernels.rms_norm import rms_norm, rms_norm_ref
 from kernels.rotary import RotaryTables, rotary, rotary_ref
 from kernels.store_kv import store_kv, store_kv_ref
 from kernels.triton_kernels.runtime import uses_triton
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of every query and key head."""
+
+    q_weight: torch.Tensor
+    """(head_dim,), dtype of the queries, contiguous."""
+    k_weight: torch.Tensor
+    """Likewise."""
+    eps: float
 
 
 def rotary_store(
@@ -16,6 +32,8 @@ def rotary_store(
     tables: RotaryTables,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn queries and keys, store keys and values; ``q`` and ``k`` may be overwritten.
 
@@ -27,16 +45,20 @@ def rotary_store(
             bits ``store_quantized_kv``.
         slot_mapping: (num_tokens,), int64, contiguous. The Triton kernel stores nothing for a negative slot, as in the
             empty rows of a recorded step.
+        norms: of the query and key heads, before they are turned; ``None`` for models without.
 
     Returns:
         The turned queries and keys, shapes as given.
     """
+    is_triton, kernels = uses_triton(q), kernels_for(q)
+    is_dense = q.stride(2) == k.stride(2) == v.stride(2) == 1
+    is_native = kernels is not None and is_dense and q.shape[2] % 2 == 0 and not is_quantized_kv(kv_cache)
+    if norms is not None and (is_triton or not is_native):
+        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
     if is_quantized_kv(kv_cache):
         q, k = rotary(q, tables), rotary(k, tables)
         store_quantized_kv(k, v, kv_cache, slot_mapping)
         return q, k
-    is_triton, kernels = uses_triton(q), kernels_for(q)
-    is_dense = q.stride(2) == k.stride(2) == v.stride(2) == 1
     if (kernels is None and not is_triton) or not is_dense or q.shape[2] % 2:
         q, k = rotary(q, tables), rotary(k, tables)
         store_kv(k, v, kv_cache, slot_mapping)
@@ -58,6 +80,12 @@ def rotary_store(
         triton_rotary_store.rotary_store(q, k, v, tables.half_cos, tables.half_sin, kv_cache, slot_mapping)
         return q, k
     assert kernels is not None
+    assert norms is None or (
+        norms.q_weight.shape == norms.k_weight.shape == (head_dim,)
+        and norms.q_weight.dtype == norms.k_weight.dtype == q.dtype
+        and norms.q_weight.is_contiguous()
+        and norms.k_weight.is_contiguous()
+    ), f"head norms need contiguous weights of {head_dim} in {q.dtype}"
     keys, values = kv_cache[0], kv_cache[1]
     arguments = RotaryStoreArgs(
         q=q.data_ptr(),
@@ -65,6 +93,8 @@ def rotary_store(
         v=v.data_ptr(),
         cos=tables.half_cos.data_ptr(),
         sin=tables.half_sin.data_ptr(),
+        q_norm=None if norms is None else norms.q_weight.data_ptr(),
+        k_norm=None if norms is None else norms.k_weight.data_ptr(),
         k_cache=keys.data_ptr(),
         v_cache=values.data_ptr(),
         slots=slot_mapping.data_ptr(),
@@ -80,6 +110,7 @@ def rotary_store(
         head_dim=head_dim,
         dtype=dtype_code(q.dtype),
         num_threads=torch.get_num_threads(),
+        eps=0.0 if norms is None else norms.eps,
     )
     kernels.call("rotary_store", arguments)
     return q, k
@@ -93,8 +124,12 @@ def rotary_store_ref(
     inv_freq: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by the formulas in fp32; the cache takes the keys in its own dtype. Returns fp32."""
+    if norms is not None:
+        q, k = rms_norm_ref(q, norms.q_weight, norms.eps), rms_norm_ref(k, norms.k_weight, norms.eps)
     q, k = rotary_ref(q, positions, inv_freq), rotary_ref(k, positions, inv_freq)
     store_kv_ref(k.to(kv_cache.dtype), v, kv_cache, slot_mapping)
     return q, k

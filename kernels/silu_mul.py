@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.native.library import SiluMulArgs, dtype_code, kernels_for
+from kernels.native.gated_mul import gated_mul
+from kernels.native.library import kernels_for
 from kernels.triton_kernels.runtime import uses_triton
 
 
@@ -25,19 +26,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if kernels is None or gate_up.dim() != 2 or gate_up.stride(1) != 1:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    y = torch.empty((num_rows, inner), dtype=gate_up.dtype)
-    arguments = SiluMulArgs(
-        gate_up=gate_up.data_ptr(),
-        y=y.data_ptr(),
-        num_rows=num_rows,
-        inner=inner,
-        row_stride=gate_up.stride(0),
-        dtype=dtype_code(gate_up.dtype),
-        num_threads=torch.get_num_threads(),
-    )
-    kernels.call("silu_mul", arguments)
-    return y
+    return gated_mul(kernels, gate_up, "silu")
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:

@@ -210,10 +210,11 @@ def make_engine_config(
     block_size: int = 16,
     max_model_len: int | None = None,
     num_threads: int | None = None,
+    quantization: Any = "none",
 ) -> EngineConfig:
     """A configuration with a small KV cache."""
     return EngineConfig(
-        model=ModelConfig(dtype=dtype, max_model_len=max_model_len),
+        model=ModelConfig(dtype=dtype, max_model_len=max_model_len, quantization=quantization),
         cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
         num_threads=num_threads,
     )

@@ -6,9 +6,8 @@ from engine.model_spec import ModelSpec
 from engine.models.layers import Linear, WeightSlots
 from kernels.attention import AttentionBackend, AttentionMetadata
 from kernels.linear import Quantization
-from kernels.rms_norm import rms_norm
 from kernels.rotary import RotaryTables
-from kernels.rotary_store import rotary_store
+from kernels.rotary_store import HeadNorms, rotary_store
 
 
 class SelfAttention:
@@ -16,18 +15,16 @@ class SelfAttention:
 
     __slots__ = (
         "_backend",
-        "_eps",
         "_num_heads",
         "_num_kv_heads",
         "_qk_size",
-        "_scale",
         "_softcap",
-        "_window",
+        "head_norms",
         "is_local",
-        "k_norm",
         "o",
-        "q_norm",
         "qkv",
+        "scale",
+        "window",
     )
 
     def __init__(
@@ -37,20 +34,22 @@ class SelfAttention:
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._qk_size = q_size + kv_size
-        self._eps = spec.rms_norm_eps
-        self._window = spec.window_of(index)
+        self.window = spec.window_of(index)
+        """Keys that a query sees at most; ``None`` is all before it."""
         self._softcap = spec.attention_softcap
-        self.is_local = self._window is not None and spec.local_rope is not None
+        self.is_local = self.window is not None and spec.local_rope is not None
         """The layer turns by ``spec.local_rope``."""
         rope = spec.local_rope if self.is_local and spec.local_rope is not None else spec.rope
         scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         # Turned queries and keys are both multiplied by the factor, so their products are by its square.
-        self._scale = scale * rope.attention_factor**2
+        self.scale = scale * rope.attention_factor**2
+        """Factor of the scores."""
         self.qkv = Linear(spec.hidden_size, (q_size, kv_size, kv_size), bias=spec.qkv_bias, dtype=dtype, device=device)
         self.o = Linear(q_size, (spec.hidden_size,), bias=spec.o_bias, dtype=dtype, device=device)
-        has_norm = spec.has_qk_norm
-        self.q_norm = torch.empty(spec.head_dim, dtype=dtype, device=device) if has_norm else None
-        self.k_norm = torch.empty(spec.head_dim, dtype=dtype, device=device) if has_norm else None
+        self.head_norms: HeadNorms | None = None
+        if spec.has_qk_norm:
+            q_norm, k_norm = (torch.empty(spec.head_dim, dtype=dtype, device=device) for _ in range(2))
+            self.head_norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
 
     def slots(self, prefix: str) -> WeightSlots:
         """Where the weights go."""
@@ -58,8 +57,11 @@ class SelfAttention:
             **self.qkv.slots(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"),
             **self.o.slots(f"{prefix}.o_proj"),
         }
-        if self.q_norm is not None and self.k_norm is not None:
-            slots |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
+        if self.head_norms is not None:
+            slots |= {
+                f"{prefix}.q_norm.weight": self.head_norms.q_weight,
+                f"{prefix}.k_norm.weight": self.head_norms.k_weight,
+            }
         return slots
 
     def pack(self, quantization: Quantization) -> None:
@@ -86,10 +88,8 @@ class SelfAttention:
         qk = qkv[:, : self._qk_size].view(num_tokens, self._num_heads + self._num_kv_heads, -1)
         v = qkv[:, self._qk_size :].view(num_tokens, self._num_kv_heads, -1)
         q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self._eps), rms_norm(k, self.k_norm, self._eps)
-        q, k = rotary_store(q, k, v, tables, kv_cache, metadata.slot_mapping)
+        q, k = rotary_store(q, k, v, tables, kv_cache, metadata.slot_mapping, norms=self.head_norms)
         attended = self._backend.attend(
-            q, k, v, kv_cache, metadata, self._scale, window=self._window, softcap=self._softcap
+            q, k, v, kv_cache, metadata, self.scale, window=self.window, softcap=self._softcap
         )
         return attended.flatten(1)

@@ -15,7 +15,9 @@ from engine.model_spec import ModelSpec
 from engine.models.attention import SelfAttention
 from engine.models.layers import GatedMLP, Linear, WeightSlots, rope_frequencies
 from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.attention.native import NativeAttention
 from kernels.linear import Quantization
+from kernels.native.decoder import DecoderLayerWeights, DecoderShape, NativeDecoder, can_join_layers
 from kernels.rms_norm import rms_norm
 from kernels.rotary import RotaryTables, rotary_tables
 
@@ -50,6 +52,30 @@ class DecoderLayer(ABC):
         """Lay the filled weights out for the processor."""
         self.attention.pack(quantization)
         self.mlp.pack(quantization)
+
+    mlp_norm: torch.Tensor
+    """Of the residual, before the MLP: (hidden_size,)."""
+    post_attention_norm: torch.Tensor | None
+    """Of what attention gives, before it is added; ``None`` for families without."""
+    post_mlp_norm: torch.Tensor | None
+    """Of what the MLP gives, likewise."""
+
+    def weights(self) -> DecoderLayerWeights:
+        """The packed weights, for kernels that compute whole layers."""
+        attention, mlp = self.attention, self.mlp
+        return DecoderLayerWeights(
+            input_norm=self.input_norm,
+            qkv=(attention.qkv.weight, attention.qkv.bias),
+            head_norms=attention.head_norms,
+            o=(attention.o.weight, attention.o.bias),
+            post_attention_norm=self.post_attention_norm,
+            mlp_norm=self.mlp_norm,
+            gate_up=(mlp.gate_up.weight, mlp.gate_up.bias),
+            down=(mlp.down.weight, mlp.down.bias),
+            post_mlp_norm=self.post_mlp_norm,
+            window=attention.window,
+            is_local=self.is_local,
+        )
 
     def __call__(
         self,
@@ -103,6 +129,9 @@ class DecoderModel:
         self.local_inv_freq: torch.Tensor | None = None
         if spec.local_rope is not None and any(layer.is_local for layer in self.layers):
             self.local_inv_freq = rope_frequencies(spec.local_rope, spec.head_dim).to(device)
+        self._attention = attention
+        self._native: NativeDecoder | None = None
+        """Computes all layers in one call, where the kernels can."""
         self.num_parameters = sum(slot.numel() for slot in self.weight_slots().values())
 
     def weight_slots(self) -> WeightSlots:
@@ -119,6 +148,29 @@ class DecoderModel:
         for layer in self.layers:
             layer.pack(quantization)
         self.lm_head.pack()
+        self._native = self._join_layers()
+
+    def _join_layers(self) -> NativeDecoder | None:
+        if not isinstance(self._attention, NativeAttention):
+            return None
+        kernels, spec = self._attention.kernels, self.spec
+        scales = {layer.attention.scale for layer in self.layers}
+        if len(scales) != 1:  # local and global frequencies with different factors
+            return None
+        shape = DecoderShape(
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            activation=spec.activation,
+            attention_scale=scales.pop(),
+            attention_softcap=spec.attention_softcap,
+            eps=spec.rms_norm_eps,
+            dtype=self.dtype,
+        )
+        layers = [layer.weights() for layer in self.layers]
+        return NativeDecoder(kernels, shape, layers) if can_join_layers(kernels, shape, layers) else None
 
     def forward(
         self,
@@ -137,6 +189,9 @@ class DecoderModel:
         local_tables = tables
         if self.local_inv_freq is not None:
             local_tables = rotary_tables(positions, self.local_inv_freq, self.dtype)
+        if self._native is not None:
+            residual = self._native.run(residual, tables, local_tables, kv_cache.layers, metadata, output_rows)
+            return rms_norm(residual, self.norm, self.spec.rms_norm_eps)
         last = len(self.layers) - 1
         for index, (layer, layer_cache) in enumerate(zip(self.layers, kv_cache.layers, strict=True)):
             residual = layer(

@@ -9,16 +9,15 @@ loop for all models and a fused projection is filled slice by slice::
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from engine.cpu_runtime import lazy_zeros
 from engine.model_spec import Activation, ModelSpec
 from engine.rope_spec import RopeSpec
-from kernels.gelu_mul import gelu_tanh_mul
+from kernels.gated_linear import gated_linear, pack_gated_weight
 from kernels.linear import Quantization, Weight, linear, linear_add_, pack_weight
-from kernels.silu_mul import silu_mul
 
 WeightSlots = dict[str, torch.Tensor]
 """Name in the checkpoint to the memory that takes its values."""
@@ -51,6 +50,11 @@ class Linear:
         assert isinstance(self.weight, torch.Tensor), "the weights are packed already"
         self.weight = pack_weight(self.weight, quantization)
 
+    def pack_gated(self, activation: Activation, quantization: Quantization) -> None:
+        """``pack`` for the gate and up of an MLP; from then on only ``gated_linear`` reads weight and bias."""
+        assert isinstance(self.weight, torch.Tensor), "the weights are packed already"
+        self.weight, self.bias = pack_gated_weight(self.weight, self.bias, activation, quantization)
+
     def slots(self, *names: str) -> WeightSlots:
         """Where the weights (and biases) of the named projections go, in the order of ``out_features``."""
         assert isinstance(self.weight, torch.Tensor), "packed weights have no slots"
@@ -63,31 +67,31 @@ class Linear:
         return slots
 
 
-_GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
-
-
 class GatedMLP:
     """``down(act(gate(x)) * up(x))``."""
 
-    __slots__ = ("_gate", "down", "gate_up")
+    __slots__ = ("_activation", "down", "gate_up")
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        self._gate = _GATES[spec.activation]
+        self._activation = spec.activation
         self.gate_up = Linear(hidden, (inner, inner), bias=spec.mlp_bias, dtype=dtype, device=device)
         self.down = Linear(inner, (hidden,), bias=spec.mlp_bias, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, hidden_size). Returns the same shape."""
-        return self.down(self._gate(self.gate_up(x)))
+        return self.down(self._gated(x))
 
     def add_to_(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add the output for ``x`` to ``residual``, in place; returns it."""
-        return self.down.add_to_(residual, self._gate(self.gate_up(x)))
+        return self.down.add_to_(residual, self._gated(x))
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        return gated_linear(x, self.gate_up.weight, self.gate_up.bias, self._activation)
 
     def pack(self, quantization: Quantization) -> None:
         """Lay the filled weights out for the processor."""
-        self.gate_up.pack(quantization)
+        self.gate_up.pack_gated(self._activation, quantization)
         self.down.pack(quantization)
 
     def slots(self, prefix: str) -> WeightSlots:

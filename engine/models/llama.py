@@ -18,24 +18,26 @@ from kernels.rms_norm import add_rms_norm_
 class LlamaLayer(DecoderLayer):
     """One decoder layer; see ``engine.models.decoder.DecoderLayer``."""
 
-    __slots__ = ("post_norm",)
+    __slots__ = ("mlp_norm",)
+    post_attention_norm = None
+    post_mlp_norm = None
 
     def __init__(
         self, spec: ModelSpec, index: int, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(spec, index, backend, dtype=dtype, device=device)
-        self.post_norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
+        self.mlp_norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
 
     def slots(self, prefix: str) -> WeightSlots:
         """See ``DecoderLayer``."""
         return {
             **super().slots(prefix),
-            f"{prefix}.post_attention_layernorm.weight": self.post_norm,
+            f"{prefix}.post_attention_layernorm.weight": self.mlp_norm,
         }
 
     def add(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """See ``DecoderLayer``."""
-        x = add_rms_norm_(residual, attended, self.post_norm, self.eps)
+        x = add_rms_norm_(residual, attended, self.mlp_norm, self.eps)
         return self.mlp.add_to_(residual, x)
 
 

@@ -13,7 +13,7 @@ class NativeAttention:
     """The fastest backend on a CPU."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self.name = f"native ({kernels.isa})"
 
     def prepare(self, metadata: AttentionMetadata, *, dtype: torch.dtype) -> AttentionMetadata:
@@ -67,5 +67,5 @@ class NativeAttention:
             scale=scale,
             soft_cap=softcap or 0.0,
         )
-        self._kernels.call("attention", arguments)
+        self.kernels.call("attention", arguments)
         return out

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,19 +20,23 @@ from kernels.native.build import NativeBuildError, build_library
 
 logger = logging.getLogger(__name__)
 
+Activation = Literal["silu", "gelu_tanh"]
 ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 _VARIABLE = "FIRSTTOKEN_NATIVE"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
+"""How the kernels name what is applied to the gate of a gated product; 0 is no gate."""
 NATIVE_DTYPES = frozenset(_DTYPES)
 """What the kernels compute."""
 _OUT_OF_MEMORY = 1
 
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_double = ctypes.c_double
 
 
 def _fields(text: str) -> list[tuple[str, Any]]:
     """``"p q; i64 stride"`` to the fields of a ctypes structure."""
-    kinds = {"p": _pointer, "i64": _int64, "i32": _int32, "f": _float}
+    kinds = {"p": _pointer, "i64": _int64, "i32": _int32, "f": _float, "d": _double}
     fields = []
     for part in text.split(";"):
         kind, *names = part.replace(",", " ").split()
@@ -62,15 +66,16 @@ class RotaryStoreArgs(ctypes.Structure):
     """``FtRotaryStore`` of abi.h."""
 
     _fields_ = _fields(
-        "p q, k, v, cos, sin, k_cache, v_cache, slots; i64 num_tokens, q_token_stride, q_head_stride, k_token_stride,"
-        "k_head_stride, v_token_stride, v_head_stride; i32 num_heads, num_kv_heads, head_dim, dtype, num_threads"
+        "p q, k, v, cos, sin, q_norm, k_norm, k_cache, v_cache, slots; i64 num_tokens, q_token_stride, q_head_stride,"
+        "k_token_stride, k_head_stride, v_token_stride, v_head_stride; i32 num_heads, num_kv_heads, head_dim, dtype,"
+        "num_threads; f eps"
     )
 
 
-class SiluMulArgs(ctypes.Structure):
-    """``FtSiluMul`` of abi.h."""
+class GatedMulArgs(ctypes.Structure):
+    """``FtGatedMul`` of abi.h."""
 
-    _fields_ = _fields("p gate_up, y; i64 num_rows, inner, row_stride; i32 dtype, num_threads")
+    _fields_ = _fields("p gate_up, y; i64 num_rows, inner, row_stride; i32 dtype, activation, num_threads")
 
 
 class LinearArgs(ctypes.Structure):
@@ -78,7 +83,7 @@ class LinearArgs(ctypes.Structure):
 
     _fields_ = _fields(
         "p x, weight, scales, sums, bias, addend, y; i64 num_rows, x_stride, in_features, out_features;"
-        "i32 dtype, num_threads"
+        "i32 dtype, activation, num_threads"
     )
 
 
@@ -88,15 +93,49 @@ class PackArgs(ctypes.Structure):
     _fields_ = _fields("p weight, packed, scales, sums; i64 in_features, out_features; i32 dtype, num_threads")
 
 
+class WeightArgs(ctypes.Structure):
+    """``FtWeight`` of abi.h."""
+
+    _fields_ = _fields("p data, scales, sums, bias; i64 in_features, out_features")
+
+
+class DecoderLayerArgs(ctypes.Structure):
+    """``FtDecoderLayer`` of abi.h."""
+
+    _fields_ = [
+        *_fields("p input_norm, q_norm, k_norm, post_attention_norm, mlp_norm, post_mlp_norm"),
+        *((name, WeightArgs) for name in ("qkv", "o", "gate_up", "down")),
+        *_fields("p k_cache, v_cache; i32 window, is_local"),
+    ]
+
+
+class DecoderTimes(ctypes.Structure):
+    """``FtDecoderTimes`` of abi.h."""
+
+    _fields_ = _fields("d products, attention, norms, rotary")
+
+
+class DecoderArgs(ctypes.Structure):
+    """``FtDecoder`` of abi.h."""
+
+    _fields_ = _fields(
+        "p layers, residual, out, workspace, cos, sin, local_cos, local_sin, slots, block_tables, cu_seqlens_q,"
+        "seq_lens, output_rows, times; i64 num_layers, num_tokens, num_output_rows, hidden, inner, table_stride;"
+        "i32 num_seqs, num_heads, num_kv_heads, head_dim, block_size, dtype, activation, num_threads;"
+        "f scale, soft_cap, eps"
+    )
+
+
 _KERNELS = {
     "attention": AttentionArgs,
     "rms_norm": RmsNormArgs,
     "rotary_store": RotaryStoreArgs,
-    "silu_mul": SiluMulArgs,
+    "gated_mul": GatedMulArgs,
     "linear_bf16": LinearArgs,
     "pack_bf16": PackArgs,
     "linear_int8": LinearArgs,
     "pack_int8": PackArgs,
+    "decoder": DecoderArgs,
 }
 
 

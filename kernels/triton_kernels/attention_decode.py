@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.base import AttentionMetadata
-from kernels.triton_kernels.attention_tile import attend_tile, score_factors
+from kernels.triton_kernels.attention_tile import attend_tile, head_pointers, score_factors, start_of_tile
 from kernels.triton_kernels.numerics import narrow
 from kernels.triton_kernels.runtime import is_interpreted, num_multiprocessors
 from kernels.triton_kernels.tuning import KernelConfig
@@ -23,6 +23,16 @@ _MAX_SPLITS = 64
 _MIN_TILES_PER_SPLIT = 2
 # Programs per multiprocessor that hide each other's waits for memory.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
+
+
+@triton.jit
+def split_keys(seq_len, window, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """How both passes cut the keys of a sequence: first key that is read, tiles in all, tiles of a range."""
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = start_of_tile(seq_len - window, BLOCK_N)
+    num_tiles = (seq_len - first_key + BLOCK_N - 1) // BLOCK_N
+    return first_key, num_tiles, (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS
 
 
 @triton.jit
@@ -59,11 +69,7 @@ def paged_decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens + seq)
-    first_key = 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
-    num_tiles = (seq_len - first_key + BLOCK_N - 1) // BLOCK_N
-    tiles_per_split = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS
+    first_key, _num_tiles, tiles_per_split = split_keys(seq_len, window, BLOCK_N, NUM_SPLITS, HAS_WINDOW)
     lo = first_key + split * tiles_per_split * BLOCK_N
     hi = tl.minimum(lo + tiles_per_split * BLOCK_N, seq_len)
 
@@ -75,9 +81,9 @@ def paged_decode_kernel(
         q + seq * q_token_stride + heads[:, None] * q_head_stride + dims[None, :], mask=is_element, other=0.0
     )
     positions = seq_len - 1 + tl.zeros([GROUP_PADDED], dtype=tl.int32)
-    table = block_tables + seq * table_stride
-    keys_of_head = key_cache + kv_head * HEAD_DIM
-    values_of_head = value_cache + kv_head * HEAD_DIM
+    table, keys_of_head, values_of_head = head_pointers(
+        block_tables, key_cache, value_cache, seq, kv_head, table_stride, HEAD_DIM
+    )
     acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], dtype=tl.float32)
     row_sum = tl.zeros([GROUP_PADDED], dtype=tl.float32)
     row_max = tl.full([GROUP_PADDED], float("-inf"), dtype=tl.float32)
@@ -132,11 +138,7 @@ def join_splits_kernel(
     seq = tl.program_id(0).to(tl.int64)
     row = seq * num_heads + tl.program_id(1)
     seq_len = tl.load(seq_lens + seq)
-    first_key = 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
-    num_tiles = (seq_len - first_key + BLOCK_N - 1) // BLOCK_N
-    tiles_per_split = tl.maximum((num_tiles + NUM_SPLITS - 1) // NUM_SPLITS, 1)
+    _first_key, num_tiles, tiles_per_split = split_keys(seq_len, window, BLOCK_N, NUM_SPLITS, HAS_WINDOW)
     splits = tl.arange(0, NUM_SPLITS)
     is_used = splits * tiles_per_split < num_tiles
     dims = tl.arange(0, HEAD_PADDED)

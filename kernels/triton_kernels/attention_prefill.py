@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.base import AttentionMetadata
-from kernels.triton_kernels.attention_tile import attend_tile, score_factors
+from kernels.triton_kernels.attention_tile import attend_tile, head_pointers, score_factors, start_of_tile
 from kernels.triton_kernels.numerics import narrow
 from kernels.triton_kernels.runtime import is_interpreted
 from kernels.triton_kernels.tuning import KernelConfig
@@ -74,18 +74,18 @@ def paged_prefill_kernel(
     positions = context_len + tokens
 
     last = tl.minimum(context_len + first + BLOCK_Q, seq_len)
-    full_to = (context_len + first + 1) // BLOCK_N * BLOCK_N
-    table = block_tables + seq.to(tl.int64) * table_stride
-    keys_of_head = key_cache + kv_head * HEAD_DIM
-    values_of_head = value_cache + kv_head * HEAD_DIM
+    full_to = start_of_tile(context_len + first + 1, BLOCK_N)
+    table, keys_of_head, values_of_head = head_pointers(
+        block_tables, key_cache, value_cache, seq, kv_head, table_stride, HEAD_DIM
+    )
     acc = tl.zeros([BLOCK_M, HEAD_PADDED], dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
 
     full_from = 0
     if HAS_WINDOW:
-        lo = tl.maximum(context_len + first - window + 1, 0) // BLOCK_N * BLOCK_N
-        full_from = (tl.maximum(last - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        lo = start_of_tile(context_len + first - window + 1, BLOCK_N)
+        full_from = start_of_tile(last - window + BLOCK_N - 1, BLOCK_N)
         full_from = tl.minimum(full_from, tl.maximum(full_to, lo))
         for key_start in range(lo, full_from, BLOCK_N):
             acc, row_sum, row_max = attend_tile(

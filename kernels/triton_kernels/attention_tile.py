@@ -90,6 +90,19 @@ def attend_tile(
     return acc, row_sum, new_max
 
 
+@triton.jit
+def start_of_tile(key, BLOCK_N: tl.constexpr):
+    """Where the tile begins that holds ``key``; of a key before the first one, the first tile."""
+    return tl.maximum(key, 0) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def head_pointers(block_tables, key_cache, value_cache, seq, kv_head, table_stride, HEAD_DIM: tl.constexpr):
+    """The block table of a sequence, and the first element of a KV head in slot 0 of keys and values."""
+    table = block_tables + seq.to(tl.int64) * table_stride
+    return table, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * HEAD_DIM
+
+
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     """``score_factor`` and ``cap_factor`` of ``attend_tile``."""
     return (scale * _LOG2_E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)

@@ -6,8 +6,9 @@ The file maps a kernel to devices, a device to shape classes, a class to a confi
                  "NVIDIA H100": {"d128_16": {...}}}}
 
 A device is found by the longest of the file's names that its own name contains; what it has no entry for comes from
-``default``. ``FIRSTTOKEN_TRITON_CONFIGS`` names a file of the same form whose entries come before these. Entries are
-starting points that fit the memory of the device, not the outcome of a search.
+``default``. ``FIRSTTOKEN_TRITON_CONFIGS`` names a file of the same form whose entries come before these; ``tuner``
+writes one for the GPU at hand. The entries here are starting points that fit the memory of the device, not the outcome
+of a search.
 """
 
 import functools

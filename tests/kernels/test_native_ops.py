@@ -8,11 +8,22 @@ import torch
 import torch.nn.functional as F
 from factories_kernels import get_kernels
 
-from kernels.linear import PackedWeight, Quantization, linear, linear_add_, linear_int8_ref, linear_ref, pack_weight
-from kernels.native.library import ISAS, using_kernels
+from kernels.gated_linear import gated_linear, pack_gated_weight
+from kernels.gelu_mul import gelu_tanh_mul, gelu_tanh_mul_ref
+from kernels.linear import (
+    INT8_GROUP,
+    PackedWeight,
+    Quantization,
+    linear,
+    linear_add_,
+    linear_int8_ref,
+    linear_ref,
+    pack_weight,
+)
+from kernels.native.library import ISAS, Activation, using_kernels
 from kernels.rms_norm import add_rms_norm_, rms_norm, rms_norm_ref
 from kernels.rotary import rotary_tables
-from kernels.rotary_store import rotary_store, rotary_store_ref
+from kernels.rotary_store import HeadNorms, rotary_store, rotary_store_ref
 from kernels.silu_mul import silu_mul, silu_mul_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -101,6 +112,120 @@ def test_silu_of_large_numbers_is_their_limit(use_isa: Callable[[str], None], is
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "inner"), [(1, 1536), (70, 1536), (3, 21)])
+def test_gelu_mul(use_isa: Callable[[str], None], isa: str, dtype: torch.dtype, num_rows: int, inner: int) -> None:
+    use_isa(isa)
+    gate_up = (torch.randn(num_rows, 2 * inner + 1) * 4).to(dtype)[:, 1:]
+    gate, up = gate_up.chunk(2, dim=-1)
+    actual = gelu_tanh_mul(gate_up)
+    assert actual.shape == (num_rows, inner)
+    _assert_error_at_most_twice(actual, F.gelu(gate, approximate="tanh") * up, gelu_tanh_mul_ref(gate_up))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_gelu_of_large_numbers_is_their_limit(use_isa: Callable[[str], None], isa: str) -> None:
+    use_isa(isa)
+    gate_up = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30] * 4 + [1.0] * 20])
+    expected = torch.tensor([[0.0, 0.0, 0.0, 200.0, 1e30] * 4])
+    torch.testing.assert_close(gelu_tanh_mul(gate_up), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 7, 100])
+@pytest.mark.parametrize(("in_features", "inner"), [(576, 1536), (65, 64), (96, 50)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_bf16_product_errs_at_most_twice_as_much_as_plain_torch(
+    use_isa: Callable[[str], None],
+    activation: Activation,
+    num_tokens: int,
+    in_features: int,
+    inner: int,
+    has_bias: bool,
+) -> None:
+    use_isa(BF16_DOT)
+    x = torch.randn(num_tokens, in_features + 2).bfloat16()[:, 1:-1]
+    weight = torch.randn(2 * inner, in_features).bfloat16() / in_features**0.5
+    bias = torch.randn(2 * inner).bfloat16() if has_bias else None
+    actual = gated_linear(x, *pack_gated_weight(weight, bias, activation), activation)
+    assert (actual.shape, actual.dtype) == ((num_tokens, inner), torch.bfloat16)
+    if num_tokens:
+        apply, formula = {
+            "silu": (F.silu, silu_mul_ref),
+            "gelu_tanh": (lambda gate: F.gelu(gate, approximate="tanh"), gelu_tanh_mul_ref),
+        }[activation]
+        gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+        _assert_error_at_most_twice(actual, apply(gate) * up, formula(linear_ref(x, weight, bias)))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_int8_product_is_the_gate_of_the_product(
+    use_isa: Callable[[str], None], isa: str, dtype: torch.dtype, has_bias: bool
+) -> None:
+    use_isa(isa)
+    x, weight = torch.randn(23, 150).to(dtype), torch.randn(2 * 96, 150).to(dtype) / 12
+    bias = torch.randn(2 * 96).to(dtype) if has_bias else None
+    packed, packed_bias = pack_gated_weight(weight, bias, "silu", "int8")
+    assert isinstance(packed, PackedWeight)
+    assert packed.activation == "silu"
+    expected = silu_mul_ref(linear_int8_ref(x, weight, bias))
+    actual = gated_linear(x, packed, packed_bias, "silu").float()
+    tolerance = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def test_gated_weight_that_fills_no_whole_panels_stays_in_two_halves() -> None:
+    get_kernels()
+    packed, _ = pack_gated_weight(torch.randn(2 * 50, 70), None, "silu", "int8")
+    assert isinstance(packed, PackedWeight)
+    assert packed.activation is None
+
+
+def test_int8_rows_with_one_large_feature_keep_the_small_ones() -> None:
+    get_kernels()
+    x, weight = torch.randn(4, 4 * INT8_GROUP), torch.randn(40, 4 * INT8_GROUP)
+    weight[:, 0] = 0.0
+    expected = linear_ref(x, weight)
+    x[:, 0] = 1e4
+    error = (linear(x, pack_weight(weight, "int8")) - expected).abs().amax()
+    quiet = x.clone()
+    quiet[:, :INT8_GROUP] = 0.0
+    # the group of the large feature loses its digits, the others keep theirs
+    lost = (linear_ref(x - quiet, weight)).abs().amax()
+    assert error <= lost + 0.05 * expected.abs().amax()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "head_dim"), [(1, 64), (90, 64), (5, 80), (4, 12)])
+def test_rotary_store_normalises_heads_first(
+    use_isa: Callable[[str], None], isa: str, dtype: torch.dtype, num_tokens: int, head_dim: int
+) -> None:
+    use_isa(isa)
+    q, k, v = torch.split(torch.randn(num_tokens, 6 + 2 + 2, head_dim).to(dtype) * 3, [6, 2, 2], dim=1)
+    positions = torch.arange(num_tokens) * 7
+    inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    slots = torch.randperm(8 * 16)[:num_tokens]
+    norms = HeadNorms(torch.rand(head_dim).to(dtype) + 0.5, torch.rand(head_dim).to(dtype) + 0.5, 1e-5)
+    cache = torch.full((2, 8, 16, 2, head_dim), float("nan")).to(dtype)
+    expected_cache, plain_cache = cache.clone(), cache.clone()
+    expected_q, expected_k = rotary_store_ref(q, k, v, positions, inv_freq, expected_cache, slots, norms=norms)
+    tables = rotary_tables(positions, inv_freq, dtype)
+    with using_kernels(None):
+        plain_q, plain_k = rotary_store(q.clone(), k.clone(), v, tables, plain_cache, slots, norms=norms)
+    turned_q, turned_k = rotary_store(q, k, v, tables, cache, slots, norms=norms)
+    # angles of some hundred radians are rounded to fp32 before their cosine is taken
+    for actual, plain, expected in ((turned_q, plain_q, expected_q), (turned_k, plain_k, expected_k)):
+        limit = 2 * (plain.float() - expected).abs().max() + 1e-4
+        assert (actual.float() - expected).abs().max() <= limit
+    assert torch.equal(cache[0].flatten(0, 1)[slots], turned_k)
+    assert torch.equal(torch.isnan(cache), torch.isnan(expected_cache))
+    assert torch.equal(torch.nan_to_num(cache[1]), torch.nan_to_num(expected_cache[1]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "head_dim"), [(1, 64), (90, 64), (5, 80), (4, 12)])
 def test_rotary_store_turns_and_stores(
     use_isa: Callable[[str], None], isa: str, dtype: torch.dtype, num_tokens: int, head_dim: int
@@ -125,7 +250,7 @@ def test_rotary_store_turns_and_stores(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 6, 7, 100])
-@pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (65, 33), (1, 1), (128, 64)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (65, 33), (1, 1), (128, 64), (150, 70)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_int8_product_is_exact_on_its_grid(
     use_isa: Callable[[str], None],

@@ -1,6 +1,7 @@
 // The row-wise operations between the matrix products, each in one pass over memory.
 #pragma once
 #include "abi.h"
+#include "activations.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -66,6 +67,23 @@ int32_t rms_norm_rows(const FtRmsNorm& args) {
   return FT_OK;
 }
 
+// x / rms(x) * weight, in place, as rounded as by a norm of its own.
+template <class T>
+FT_INLINE void norm_head(T* x, const T* weight, int64_t head_dim, float eps) {
+  vf squares = {};
+  float tail = 0.0f;
+  int64_t i = 0;
+  for (; i + kLanes <= head_dim; i += kLanes) {
+    const vf value = load(x + i);
+    squares = fma(value, value, squares);
+  }
+  for (; i < head_dim; ++i) tail += to_float(x[i]) * to_float(x[i]);
+  const float mean = (sum_of(squares) + tail) / static_cast<float>(head_dim);
+  const float factor = 1.0f / __builtin_sqrtf(mean + eps);
+  for (i = 0; i + kLanes <= head_dim; i += kLanes) store(x + i, load(x + i) * factor * load(weight + i));
+  for (; i < head_dim; ++i) store_one(x + i, to_float(x[i]) * factor * to_float(weight[i]));
+}
+
 template <class T>
 FT_INLINE void rotate_head(T* x, T* copy, const float* cos, const float* sin, int64_t half) {
   int64_t i = 0;
@@ -94,17 +112,23 @@ template <class T>
 int32_t rotary_store_rows(const FtRotaryStore& args) {
   const int64_t head_dim = args.head_dim, half = head_dim / 2;
   const int64_t token_size = args.num_kv_heads * head_dim;
+  const T* q_norm = static_cast<const T*>(args.q_norm);
+  const T* k_norm = static_cast<const T*>(args.k_norm);
   auto body = [&](int64_t first, int64_t last) {
     for (int64_t token = first; token < last; ++token) {
       const float* cos = args.cos + token * half;
       const float* sin = args.sin + token * half;
       T* q = static_cast<T*>(args.q) + token * args.q_token_stride;
       T* k = static_cast<T*>(args.k) + token * args.k_token_stride;
-      for (int64_t head = 0; head < args.num_heads; ++head)
+      for (int64_t head = 0; head < args.num_heads; ++head) {
+        if (q_norm) norm_head<T>(q + head * args.q_head_stride, q_norm, head_dim, args.eps);
         rotate_head<T>(q + head * args.q_head_stride, nullptr, cos, sin, half);
+      }
       T* stored_k = args.k_cache ? static_cast<T*>(args.k_cache) + args.slots[token] * token_size : nullptr;
-      for (int64_t head = 0; head < args.num_kv_heads; ++head)
+      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+        if (k_norm) norm_head<T>(k + head * args.k_head_stride, k_norm, head_dim, args.eps);
         rotate_head<T>(k + head * args.k_head_stride, stored_k ? stored_k + head * head_dim : nullptr, cos, sin, half);
+      }
       if (!args.v_cache) continue;
       const T* v = static_cast<const T*>(args.v) + token * args.v_token_stride;
       T* stored_v = static_cast<T*>(args.v_cache) + args.slots[token] * token_size;
@@ -117,23 +141,17 @@ int32_t rotary_store_rows(const FtRotaryStore& args) {
 }
 
 template <class T>
-int32_t silu_mul_rows(const FtSiluMul& args) {
+int32_t gated_mul_rows(const FtGatedMul& args) {
   auto body = [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const T* gate = static_cast<const T*>(args.gate_up) + row * args.row_stride;
       const T* up = gate + args.inner;
       T* y = static_cast<T*>(args.y) + row * args.inner;
       int64_t i = 0;
-      for (; i + kLanes <= args.inner; i += kLanes) {
-        const vf g = load(gate + i);
-        // 2^126 is as good as infinity here: the quotient is a rounded 0
-        const vf power = g * -kLog2E;
-        store(y + i, g / (1.0f + exp2(power > 126.0f ? set1(126.0f) : power)) * load(up + i));
-      }
-      for (; i < args.inner; ++i) {
-        const float g = to_float(gate[i]), power = g * -kLog2E;
-        store_one(y + i, g / (1.0f + exp2_one(power > 126.0f ? 126.0f : power)) * to_float(up[i]));
-      }
+      for (; i + kLanes <= args.inner; i += kLanes)
+        store(y + i, activate(load(gate + i), args.activation) * load(up + i));
+      for (; i < args.inner; ++i)
+        store_one(y + i, activate(set1(to_float(gate[i])), args.activation)[0] * to_float(up[i]));
     }
   };
   for_rows(args.num_rows, 2 * args.inner, args.num_threads, body);

@@ -5,6 +5,7 @@
 // per six rows; a few panels and some rows make one item of work.
 #pragma once
 #include "abi.h"
+#include "activations.h"
 #include "parallel.h"
 #include "tiles.h"
 
@@ -71,6 +72,18 @@ FT_INLINE void linear_tile(const FtLinear& args, int64_t row, int64_t panel) {
       }
   }
   const int64_t first = panel * kPanel;
+  if (args.activation != FT_NO_GATE) {
+    constexpr int kHalf = kTileVectors / 2;
+    bf16* gated = static_cast<bf16*>(args.y) + row * (args.out_features / 2) + first / 2;
+    for (int v = 0; v < kHalf; ++v) {
+      const vf gate_bias = bias ? load(bias + first + v * kLanes) : vf{};
+      const vf up_bias = bias ? load(bias + first + (kHalf + v) * kLanes) : vf{};
+      for (int r = 0; r < kRows; ++r)
+        store(gated + r * (args.out_features / 2) + v * kLanes,
+              activate(sums[r][v] + gate_bias, args.activation) * (sums[r][kHalf + v] + up_bias));
+    }
+    return;
+  }
   for (int v = 0; v < kTileVectors; ++v) {
     const int64_t column = first + v * kLanes, rest = args.out_features - column;
     if (rest >= kLanes) {

@@ -1,12 +1,16 @@
-// y = x W^T + b with int8 weights, one scale per output channel, and inputs quantized per row as they come.
+// y = x W^T + b with int8 weights, one scale per output channel, and inputs quantized as they come, by groups of a row.
 //
-//   x[t, i]  ~  (a[t, i] - 128) * x_scale[t]      a unsigned, because the instruction multiplies unsigned with signed
+//   x[t, i]  ~  (a[t, i] - 128) * x_scale[t, g]      a unsigned, because the instruction multiplies unsigned with signed
 //   w[o, i]  ~  q[o, i] * w_scale[o]
-//   y[t, o]  =  (sum_i a q  -  128 * sum_i q[o, i]) * x_scale[t] * w_scale[o]      integers until the last step: exact
+//   y[t, o]  =  w_scale[o] * sum_g x_scale[t, g] * (sum_i a q  -  128 * sum_i q[o, i])      i in group g
+//
+// Integers within a group, which is exact, fp32 between them. One scale for a whole row would be set by the few features
+// that are tens of times as large as all others in trained models, and leave the others a few steps of the grid.
 //
 // A lane holds four neighbouring int8 of one channel; without VNNI they are multiplied as 16-bit numbers, just as exact.
 #pragma once
 #include "abi.h"
+#include "activations.h"
 #include "parallel.h"
 #include "tiles.h"
 
@@ -15,6 +19,9 @@ namespace {
 constexpr int64_t kInt8Panel = kTileVectors * kLanes;
 constexpr int64_t kInt8RowsPerItem = 96;
 constexpr int32_t kZeroPoint = 128;
+// Features that share a scale, and the steps of the product that they take.
+constexpr int64_t kGroup = 64;
+constexpr int64_t kGroupSteps = kGroup / 4;
 
 FT_INLINE vi multiply_add_int8(uint32_t row, vu column, vi sum) {
 #if defined(FT_VNNI)
@@ -47,8 +54,10 @@ template <class T>
 int32_t pack_int8_rows(const FtPack& args) {
   const T* weight = static_cast<const T*>(args.weight);
   const int64_t steps = (args.in_features + 3) / 4;
+  const int64_t num_groups = (steps + kGroupSteps - 1) / kGroupSteps;
   auto body = [&](int64_t panel) {
     int8_t* lanes = static_cast<int8_t*>(args.packed) + panel * steps * kInt8Panel * 4;
+    int32_t* sums = args.sums + panel * num_groups * kInt8Panel;
     for (int64_t column = 0; column < kInt8Panel; ++column) {
       const int64_t channel = panel * kInt8Panel + column;
       const bool is_inside = channel < args.out_features;
@@ -60,15 +69,18 @@ int32_t pack_int8_rows(const FtPack& args) {
           largest = size > largest ? size : largest;
         }
       const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-      int32_t sum = 0;
-      for (int64_t i = 0; i < 4 * steps; ++i) {
-        const float value = is_inside && i < args.in_features ? to_float(row[i]) * inverse : 0.0f;
-        const int32_t quantized = static_cast<int32_t>(__builtin_rintf(value));
-        sum += quantized;
-        lanes[(i / 4 * kInt8Panel + column) * 4 + i % 4] = static_cast<int8_t>(quantized);
-      }
       args.scales[channel] = largest / 127.0f;
-      args.sums[channel] = sum;
+      for (int64_t group = 0; group < num_groups; ++group) {
+        const int64_t end = (group + 1) * kGroup < 4 * steps ? (group + 1) * kGroup : 4 * steps;
+        int32_t sum = 0;
+        for (int64_t i = group * kGroup; i < end; ++i) {
+          const float value = is_inside && i < args.in_features ? to_float(row[i]) * inverse : 0.0f;
+          const int32_t quantized = static_cast<int32_t>(__builtin_rintf(value));
+          sum += quantized;
+          lanes[(i / 4 * kInt8Panel + column) * 4 + i % 4] = static_cast<int8_t>(quantized);
+        }
+        sums[group * kInt8Panel + column] = -kZeroPoint * sum;
+      }
     }
   };
   parallel_for((args.out_features + kInt8Panel - 1) / kInt8Panel, args.num_threads, body);
@@ -79,9 +91,9 @@ int32_t pack_int8(const FtPack* args) {
   return args->dtype == FT_BF16 ? pack_int8_rows<bf16>(*args) : pack_int8_rows<float>(*args);
 }
 
-// One row as unsigned numbers around 128; returns its scale. What is not a number makes the scale such, and so the row.
+// One group as unsigned numbers around 128; returns its scale. What is not a number makes the scale such, and so the row.
 template <class T>
-FT_INLINE float quantize_row(const T* x, int64_t count, uint8_t* out, int64_t padded_count) {
+FT_INLINE float quantize_group(const T* x, int64_t count, uint8_t* out, int64_t padded_count) {
   vf sizes = {}, spoiled = {};
   int64_t i = 0;
   float largest = 0.0f, tail = 0.0f;
@@ -120,31 +132,61 @@ FT_INLINE float quantize_row(const T* x, int64_t count, uint8_t* out, int64_t pa
 template <class T, int kRows>
 FT_INLINE void int8_tile(const FtLinear& args, const uint32_t* x, const float* x_scales, int64_t steps, int64_t row,
                          int64_t panel) {
+  const int64_t num_groups = (steps + kGroupSteps - 1) / kGroupSteps;
   const uint32_t* weight = static_cast<const uint32_t*>(args.weight) + panel * steps * kInt8Panel;
+  const int32_t* starts = args.sums + panel * num_groups * kInt8Panel;
   const T* bias = static_cast<const T*>(args.bias);
-  T* y = static_cast<T*>(args.y) + row * args.out_features;
-  const T* addend = args.addend ? static_cast<const T*>(args.addend) + row * args.out_features : nullptr;
-  vi sums[kRows][kTileVectors] = {};
   const uint32_t* rows = x + row * steps;
+  const float* scales = x_scales + row * num_groups;
+  vf totals[kRows][kTileVectors] = {};
+  for (int64_t group = 0; group < num_groups; ++group) {
+    vi sums[kRows][kTileVectors];
+    for (int v = 0; v < kTileVectors; ++v) {
+      const vi start = load_as<vi>(starts + group * kInt8Panel + v * kLanes);
+      for (int r = 0; r < kRows; ++r) sums[r][v] = start;
+    }
+    const int64_t end = (group + 1) * kGroupSteps < steps ? (group + 1) * kGroupSteps : steps;
 #pragma GCC unroll 2
-  for (int64_t step = 0; step < steps; ++step) {
-    vu columns[kTileVectors];
+    for (int64_t step = group * kGroupSteps; step < end; ++step) {
+      vu columns[kTileVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kTileVectors; ++v) columns[v] = load_as<vu>(weight + step * kInt8Panel + v * kLanes);
+      for (int v = 0; v < kTileVectors; ++v) columns[v] = load_as<vu>(weight + step * kInt8Panel + v * kLanes);
 #pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const uint32_t lane = rows[r * steps + step];
+      for (int r = 0; r < kRows; ++r) {
+        const uint32_t lane = rows[r * steps + step];
 #pragma GCC unroll 4
-      for (int v = 0; v < kTileVectors; ++v) sums[r][v] = multiply_add_int8(lane, columns[v], sums[r][v]);
+        for (int v = 0; v < kTileVectors; ++v) sums[r][v] = multiply_add_int8(lane, columns[v], sums[r][v]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const vf scale = set1(scales[r * num_groups + group]);
+      for (int v = 0; v < kTileVectors; ++v)
+        totals[r][v] = fma(__builtin_convertvector(sums[r][v], vf), scale, totals[r][v]);
     }
   }
+  const int64_t first = panel * kInt8Panel;
+  if (args.activation != FT_NO_GATE) {
+    constexpr int kHalf = kTileVectors / 2;
+    T* gated = static_cast<T*>(args.y) + row * (args.out_features / 2) + first / 2;
+    for (int v = 0; v < kHalf; ++v) {
+      const int64_t gate = first + v * kLanes, up = gate + kHalf * kLanes;
+      const vf gate_scale = load(args.scales + gate), up_scale = load(args.scales + up);
+      const vf gate_bias = bias ? load(bias + gate) : vf{}, up_bias = bias ? load(bias + up) : vf{};
+      for (int r = 0; r < kRows; ++r)
+        store(gated + r * (args.out_features / 2) + v * kLanes,
+              activate(totals[r][v] * gate_scale + gate_bias, args.activation) *
+                  (totals[r][kHalf + v] * up_scale + up_bias));
+    }
+    return;
+  }
+  T* y = static_cast<T*>(args.y) + row * args.out_features;
+  const T* addend = args.addend ? static_cast<const T*>(args.addend) + row * args.out_features : nullptr;
   for (int v = 0; v < kTileVectors; ++v) {
-    const int64_t column = panel * kInt8Panel + v * kLanes, rest = args.out_features - column;
+    const int64_t column = first + v * kLanes, rest = args.out_features - column;
     if (rest <= 0) break;
-    const vi correction = load_as<vi>(args.sums + column) * kZeroPoint;
     const vf scale = load(args.scales + column);
     for (int r = 0; r < kRows; ++r) {
-      vf value = __builtin_convertvector(sums[r][v] - correction, vf) * (scale * x_scales[row + r]);
+      vf value = totals[r][v] * scale;
       const int64_t at = r * args.out_features + column;
       if (rest >= kLanes) {
         if (bias) value += load(bias + column);
@@ -162,15 +204,23 @@ FT_INLINE void int8_tile(const FtLinear& args, const uint32_t* x, const float* x
 template <class T>
 int32_t linear_int8_rows(const FtLinear& args) {
   const int64_t steps = (args.in_features + 3) / 4;
+  const int64_t num_groups = (steps + kGroupSteps - 1) / kGroupSteps;
   if (args.num_rows == 0) return FT_OK;
-  uint8_t* quantized = static_cast<uint8_t*>(ft_scratch(FT_SCRATCH_CALL, args.num_rows * (4 * steps + sizeof(float)) + 64));
+  const int64_t row_bytes = 4 * steps + num_groups * int64_t(sizeof(float));
+  uint8_t* quantized = static_cast<uint8_t*>(ft_scratch(FT_SCRATCH_CALL, args.num_rows * row_bytes + 64));
   if (!quantized) return FT_OUT_OF_MEMORY;
   float* x_scales = reinterpret_cast<float*>(quantized + args.num_rows * 4 * steps);
   constexpr int64_t kQuantizedRows = 16;
   auto quantize = [&](int64_t item) {
-    for (int64_t row = item * kQuantizedRows; row < (item + 1) * kQuantizedRows && row < args.num_rows; ++row)
-      x_scales[row] = quantize_row(static_cast<const T*>(args.x) + row * args.x_stride, args.in_features,
-                                   quantized + row * 4 * steps, 4 * steps);
+    for (int64_t row = item * kQuantizedRows; row < (item + 1) * kQuantizedRows && row < args.num_rows; ++row) {
+      const T* source = static_cast<const T*>(args.x) + row * args.x_stride;
+      for (int64_t group = 0; group < num_groups; ++group) {
+        const int64_t start = group * kGroup, rest = args.in_features - start, padded_rest = 4 * steps - start;
+        x_scales[row * num_groups + group] =
+            quantize_group(source + start, rest < kGroup ? rest : kGroup, quantized + row * 4 * steps + start,
+                           padded_rest < kGroup ? padded_rest : kGroup);
+      }
+    }
   };
   parallel_for((args.num_rows + kQuantizedRows - 1) / kQuantizedRows, args.num_threads, quantize);
 

@@ -1,6 +1,6 @@
 // All kernels for one instruction set, chosen by the compiler's flags; FT_ISA names it.
-#include "attention_decode.h"
-#include "attention_prefill.h"
+#include "attention.h"
+#include "decoder.h"
 #include "fused_ops.h"
 #include "gemm_bf16.h"
 #include "gemm_int8.h"
@@ -12,18 +12,6 @@
 
 namespace {
 
-int32_t attention(const FtAttention* args) {
-  const bool is_bf16 = args->dtype == FT_BF16;
-  const int32_t status = is_bf16 ? attend_decodes<bf16>(*args) : attend_decodes<float>(*args);
-  if (status != FT_OK) return status;
-#if defined(FT_BF16_DOT)
-  if (is_bf16) return attend_prefills<Pairs, bf16>(*args);
-#else
-  if (is_bf16) return attend_prefills<Floats, bf16>(*args);
-#endif
-  return attend_prefills<Floats, float>(*args);
-}
-
 int32_t rms_norm(const FtRmsNorm* args) {
   return args->dtype == FT_BF16 ? rms_norm_rows<bf16>(*args) : rms_norm_rows<float>(*args);
 }
@@ -32,8 +20,8 @@ int32_t rotary_store(const FtRotaryStore* args) {
   return args->dtype == FT_BF16 ? rotary_store_rows<bf16>(*args) : rotary_store_rows<float>(*args);
 }
 
-int32_t silu_mul(const FtSiluMul* args) {
-  return args->dtype == FT_BF16 ? silu_mul_rows<bf16>(*args) : silu_mul_rows<float>(*args);
+int32_t gated_mul(const FtGatedMul* args) {
+  return args->dtype == FT_BF16 ? gated_mul_rows<bf16>(*args) : gated_mul_rows<float>(*args);
 }
 
 }  // namespace
@@ -45,5 +33,5 @@ int32_t silu_mul(const FtSiluMul* args) {
 
 extern const FtKernels FT_CONCAT(ft_kernels_, FT_ISA);
 const FtKernels FT_CONCAT(ft_kernels_, FT_ISA) = {
-    FT_QUOTE(FT_ISA), kTileVectors * kLanes, attention, rms_norm, rotary_store, silu_mul, linear_bf16, pack_bf16, linear_int8, pack_int8,
+    FT_QUOTE(FT_ISA), kTileVectors * kLanes, attention, rms_norm, rotary_store, gated_mul, linear_bf16, pack_bf16, linear_int8, pack_int8, decoder,
 };
