@@ -3,12 +3,18 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import AsyncIterator
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-from factories_app import EchoBackend, bearer
+from factories_app import EchoBackend, bearer, wait_until
 from factories_storage import ADMIN_KEY, digest_of
 
 from app.asgi import create_app
@@ -17,6 +23,7 @@ from app.config_reload import ConfigReloader
 from app.gateway import Gateway, make_gateway
 
 ADMIN = bearer(ADMIN_KEY)
+START_TIMEOUT_S = 120.0
 
 
 def tenant_toml(name: str, key: str, *, groups: str = '["staff"]', **limits: Any) -> str:
@@ -66,3 +73,59 @@ async def following_gateway(
             yield http, reloader, gateway
     finally:
         await gateway.close()
+
+
+@dataclass
+class ServedFile:
+    """A ``firsttoken serve`` process on a file."""
+
+    process: "subprocess.Popen[bytes]"
+    url: str
+    log: Path
+
+    def status(self) -> dict[str, Any]:
+        """What ``/admin/v1/config`` says."""
+        answer = httpx.get(f"{self.url}/admin/v1/config", headers=ADMIN).raise_for_status()
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def signal(self, number: int = signal.SIGHUP) -> None:
+        self.process.send_signal(number)
+
+    def reload(self) -> dict[str, Any]:
+        """Sends SIGHUP; the status once it has been answered."""
+        before = self.status()["checked_at"]
+        self.signal()
+        assert wait_until(lambda: self.status()["checked_at"] > before, timeout_s=20), self.log.read_text()
+        return self.status()
+
+
+@contextlib.contextmanager
+def serving_file(file: ConfigFile, **popen: Any) -> Iterator[ServedFile]:
+    """The gateway as a process on a file that names port 0, once it is ready."""
+    log = file.path.with_suffix(".log")
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", "serve", "--config", str(file.path)],
+            cwd=Path(__file__).resolve().parent.parent,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            **{"start_new_session": True, **popen},
+        )
+    assert process.stdout is not None
+    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        ready = re.search(rb"ready on (http://\S+)", process.stdout.readline())
+        assert ready is not None, log.read_text()
+        yield ServedFile(process, ready[1].decode(), log)
+    finally:
+        watchdog.cancel()
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+        process.stdout.close()
