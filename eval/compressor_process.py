@@ -7,9 +7,11 @@ of libraries that we use too.
 import json
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+_STOP_TIMEOUT_S = 30.0
 SCRIPTS = Path(__file__).resolve().parent / "benches" / "peers"
 
 
@@ -38,13 +40,21 @@ class CompressorProcess:
     def close(self) -> None:
         """Ends the process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the compressor ended with code {self._process.wait()} before it answered")
+            self.close()
+            raise RuntimeError(f"the compressor ended with code {self._process.returncode} before it answered")
         found: dict[str, Any] = json.loads(line)
         return found

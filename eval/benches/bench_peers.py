@@ -191,9 +191,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 60
     num_alone: int = 6
     max_tokens: int = 24
-    utilisation: float = 0.8
+    utilisation: float = 0.9
     rate: float | None = None
-    minutes: float = 32.0
+    minutes: float = 33.0
     seed: int = 0
 
 
@@ -341,9 +341,9 @@ def make_report(
 @click.option("--only", multiple=True, help="Servers by name; all by default.")
 @click.option("--requests", "max_requests", type=click.IntRange(min=MIN_REQUESTS), default=60, show_default=True)
 @click.option("--alone", "num_alone", type=click.IntRange(min=2), default=6, show_default=True, help="Without load.")
-@click.option("--utilisation", type=click.FloatRange(0.05, 1.5), default=0.8, show_default=True)
+@click.option("--utilisation", type=click.FloatRange(0.05, 1.5), default=0.9, show_default=True)
 @click.option("--rate", type=click.FloatRange(min=0.01), help="Requests a second, instead of by utilisation.")
-@click.option("--minutes", type=click.FloatRange(min=1), default=32.0, show_default=True, help="Of the whole bench.")
+@click.option("--minutes", type=click.FloatRange(min=1), default=33.0, show_default=True, help="Of the whole bench.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=24, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--fresh", is_flag=True, help="Measure everything anew.")

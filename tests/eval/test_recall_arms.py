@@ -1,6 +1,7 @@
 """Baselines, policies, cached generations, resumed runs and the judge, against the small gateway."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,54 @@ def test_packages_that_are_not_installed_are_skipped_with_the_reason(tmp_path: P
     reasons = {skipped.name: skipped.reason for skipped in report.skipped}
     assert set(reasons) <= {"longllmlingua", "headroom"}
     assert all("not installed" in reason or "--compressor-model" in reason for reason in reasons.values())
+
+
+_FAKE_HEADROOM = """
+import types
+def compress(messages, model, protect_recent, target_ratio):
+    text = messages[-1]["content"]
+    if "explode" in text:
+        raise RuntimeError("no luck")
+    print("noise on standard output")
+    kept = " ".join(text.split()[: round(len(text.split()) * target_ratio)])
+    return types.SimpleNamespace(messages=[{"content": kept}])
+"""
+
+
+def test_a_compressor_in_an_environment_of_its_own_is_asked_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "headroom.py").write_text(_FAKE_HEADROOM, encoding="utf-8")
+    (tmp_path / "headroom_ai-9.9.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: headroom-ai\nVersion: 9.9\n"
+    (tmp_path / "headroom_ai-9.9.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    asked = ("--baseline", "headroom", "--baseline-python", f"headroom={sys.executable}", "--budget", "0.5")
+    cases = [rag_case("q-1"), rag_case("q-2", answer="explode here")]
+    report = _run(tmp_path, FakeGateway(), *asked, cases=cases, status=1)
+    row = next(row for row in report.arms if row.arm.name == "headroom, budget 0.5")
+    assert report.skipped == []
+    assert (row.num_cases, row.num_errors) == (2, 1)  # the case that it fails on counts as one
+    assert _answer(report, "headroom, budget 0.5") == 0.5
+    assert any("no luck" in error for error in report.first_errors)
+
+
+def test_a_compressor_whose_environment_does_not_start_is_skipped(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
+    python.chmod(0o755)
+    skipped = SelectorFactory(pythons={"headroom": python}).make(["headroom"]).skipped
+    assert [item.reason for item in skipped] == [
+        "its environment does not start: the compressor ended with code 3 before it answered"
+    ]
+
+
+@pytest.mark.parametrize("text", ["headroom", "bm25=/bin/sh", "headroom=/no/such/file"])
+def test_a_python_for_a_baseline_is_checked(tmp_path: Path, text: str) -> None:
+    data = write_cases(tmp_path / "a.jsonl.gz", [rag_case()])
+    result = CliRunner().invoke(eval_group, ["recall", "--data", str(data), "--baseline-python", text])
+    assert result.exit_code == 2
+    assert "is not one of" in " ".join(result.output.split())
 
 
 def test_policies_have_arms_of_their_own_and_are_compared_with_the_first(tmp_path: Path) -> None:
