@@ -19,6 +19,10 @@ DEFINITIONS = {
     ),
     "itl": "ms between two content deltas, one value a gap, as in vLLM. A delta may hold several tokens.",
     "e2el": "ms from the request's intended arrival to the end of the stream.",
+    "stages": (
+        "ms of each part of the time to the first token, as the gateway tells; outside the gateway is the rest of the "
+        "client's, late sending included. The parts sum to the mean ttft of the requests that told them."
+    ),
     "goodput": "successful requests per second that meet every objective given.",
     "hit_rate": (
         "prompt tokens from the prefix cache / prompt tokens, as each request's usage says, counted once a request."
@@ -59,6 +63,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     queue_ms: float | None = None
     prefill_ms: float | None = None
     reduce_ms: float | None = None
+    stages_ms: dict[str, float] = {}
+    """Stages of the time to the first token as the gateway measured it; they sum to that."""
     contains: float | None = None
     """Whether the answer contains an accepted one."""
     finish_reason: str | None = None
@@ -117,6 +123,9 @@ class BucketSummary(msgspec.Struct, frozen=True, kw_only=True):
     contains_low: float | None = None
     contains_high: float | None = None
     num_scored: int = 0
+    stages_ms: dict[str, float] = {}
+    """Means of the stages of the time to the first token, over the requests that told them; ``outside the gateway`` is
+    what is left of the client's: late sending, connection, delivery."""
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ def print_load(console: Console, report: LoadReport) -> None:
     console.print()
     console.print(_latency_table(report))
     console.print(_split_table(report))
+    if report.overall.stages_ms:
+        console.print(_stage_table(report))
     console.print(Text(totals_line(report)))
     for name in ("ttft", "tpot", "itl", "e2el", "goodput", "hit_rate", "bucket", "status"):
         console.print(Text(f"{name}: {report.definitions[name]}"), style="dim")
@@ -68,6 +70,26 @@ def _split_table(report: LoadReport) -> Table:
             percent(row.hit_rate),
             contains_cell(row),
         )
+    return table
+
+
+def stage_rows(report: LoadReport) -> list[tuple[str, ...]]:
+    """One row a stage, longest first: its name and its mean in each bucket, in ms; the last row is their sum."""
+    rows = rows_of(report)
+    names = sorted(report.overall.stages_ms, key=lambda name: -report.overall.stages_ms[name])
+    cells = [
+        (name, *(milliseconds(row.stages_ms[name]) if name in row.stages_ms else NOTHING for row in rows))
+        for name in names
+    ]
+    return [*cells, ("sum", *(milliseconds(sum(row.stages_ms.values())) for row in rows))]
+
+
+def _stage_table(report: LoadReport) -> Table:
+    table = Table(title="Time to the first token by stage, ms, mean", title_justify="left")
+    for heading in ("stage", *(row.bucket for row in rows_of(report))):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for cells in stage_rows(report):
+        table.add_row(*cells)
     return table
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from eval.ablation import TIMES, AblationReport
 from eval.load_records import LoadReport
-from eval.load_report import contains_cell, p50_p95_p99, rows_of, totals_line, warnings
+from eval.load_report import contains_cell, p50_p95_p99, rows_of, stage_rows, totals_line, warnings
 from eval.manifest import DataFile, MachineManifest, Manifest
 from eval.page import Block, Grid, Heading, Page, Paragraph, Plot
 from eval.peers_page import peers_blocks
@@ -178,6 +178,9 @@ def _load(report: LoadReport, result: Result) -> Iterator[Block]:
             for row in rows_of(report)
         ],
     )
+    if report.overall.stages_ms:
+        yield Heading("Time to the first token by stage, ms, mean")
+        yield Grid(("stage", *(row.bucket for row in rows_of(report))), stage_rows(report))
     yield Heading("Prefix cache")
     yield Paragraph(
         f"Hit rate {percent(report.overall.hit_rate)}; KV blocks in use at most {percent(report.kv_usage_max)}."

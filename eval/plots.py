@@ -10,11 +10,14 @@ import numpy as np
 from eval.ablation import AblationReport
 from eval.groups import full_prompt_tokens
 from eval.lengths import LENGTH_BUCKETS
-from eval.load_records import LoadReport, RequestRecord
+from eval.load_records import BucketSummary, LoadReport, RequestRecord
 from eval.records import ArmSummary, CaseRecord, RecallReport
 
 _COLOURS = ("#1f5fa8", "#d1701c", "#3d8c40", "#b03060", "#6b4fa0", "#7a7a7a", "#008b8b", "#a0522d")
 _SIZE = (7.2, 4.0)
+_DECODE = "first to last token"
+_LEAST_SHARE = 0.01
+"""Of the time to the first token: smaller stages are drawn as one."""
 _PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)
 
 
@@ -91,18 +94,18 @@ def latency_cdfs(records: Sequence[RequestRecord], metric: str) -> str:
 
 
 def waterfall(report: LoadReport) -> str:
-    """Mean time of a request by where it goes: reduce, queue, prefill, the rest to the first token, decode."""
+    """Mean time to the first token by where it goes: every stage that the gateway told and that is long enough to be
+    seen; of other servers reduce, queue, prefill and the rest. Behind it the time to the last token."""
     figure, axes = _figure()
     rows = [row for row in report.buckets if row.e2el_ms is not None and row.ttft_ms is not None]
-    parts = ("reduce", "queue", "prefill", "other to first token", "first to last token")
+    parts = _parts(rows)
     left = np.zeros(len(rows))
-    for colour, part in zip(_cycle(len(parts)), parts, strict=True):
-        values = np.array([_part(row, part) for row in rows])
+    for colour, (part, values) in zip(_cycle(len(parts)), parts.items(), strict=True):
         axes.barh([row.bucket for row in rows], values, left=left, label=part, color=colour)
-        left += values
+        left += np.array(values)
     axes.invert_yaxis()
     axes.set_xlabel("ms, mean")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=len(parts))
+    figure.legend(fontsize=8, loc="outside lower center", ncols=5)
     return _svg(figure, "waterfall")
 
 
@@ -180,6 +183,26 @@ def _line_of(row: ArmSummary) -> str:
     return row.arm.method or row.arm.name
 
 
+def _parts(rows: Sequence[BucketSummary]) -> dict[str, list[float]]:
+    """Label -> one value a row, in the order in which they are drawn; the values of a row sum to its mean E2EL."""
+    if not any(row.stages_ms for row in rows):
+        names = ("reduce", "queue", "prefill", "other to first token", _DECODE)
+        return {name: [_part(row, name) for row in rows] for name in names}
+    told = list(dict.fromkeys(stage for row in rows for stage in row.stages_ms))
+    totals = [max(sum(row.stages_ms.values()), 1e-9) for row in rows]
+    found: dict[str, list[float]] = {}
+    small = [0.0] * len(rows)
+    for stage in told:
+        values = [row.stages_ms.get(stage, 0.0) for row in rows]
+        if max(value / total for value, total in zip(values, totals, strict=True)) < _LEAST_SHARE:
+            small = [a + b for a, b in zip(small, values, strict=True)]
+        else:
+            found[stage] = values
+    found["smaller stages"] = small
+    found[_DECODE] = [_part(row, _DECODE) for row in rows]
+    return found
+
+
 def _part(row: Any, part: str) -> float:
     named = {
         name: 0.0 if getattr(row, f"{name}_ms") is None else getattr(row, f"{name}_ms").mean
@@ -188,7 +211,7 @@ def _part(row: Any, part: str) -> float:
     if part in named:
         return float(named[part])
     ttft: float = row.ttft_ms.mean
-    if part == "first to last token":
+    if part == _DECODE:
         return float(row.e2el_ms.mean - ttft)
     return max(0.0, ttft - sum(named.values()))
 

@@ -85,6 +85,7 @@ class _Reader:
         self.content_s: list[float] = []
         self.usage: dict[str, Any] | None = None
         self.timings: dict[str, Any] = {}
+        self.stages: dict[str, float] = {}
         self.original_tokens: int | None = None
         self.finish_reason: str | None = None
         self.error: str | None = None
@@ -106,6 +107,8 @@ class _Reader:
         self.usage = chunk.get("usage") or self.usage
         if own := chunk.get("firsttoken"):
             self.timings = own.get("timings_ms") or {}
+            told_stages = (own.get("waterfall") or {}).get("stages") or ()
+            self.stages = {part["stage"]: part["ms"] for part in told_stages}
             self.original_tokens = own.get("original_prompt_tokens")
         elif told := chunk.get("metrics"):  # vLLM with per-request metrics
             self.timings = {"queue": told.get("queue_time_ms"), "prefill": told.get("time_to_first_token_ms")}
@@ -142,6 +145,7 @@ class _Reader:
             queue_ms=self.timings.get("queue"),
             prefill_ms=self.timings.get("prefill"),
             reduce_ms=self.timings.get("reduce"),
+            stages_ms=self.stages,
             contains=contains,
             finish_reason=self.finish_reason,
         )

@@ -114,7 +114,6 @@ def _body(messages: list[dict[str, Any]], max_tokens: int, options: RequestOptio
         "stream_options": {"include_usage": True},
     }
     if options.target == "firsttoken":
-        own = {"policy": options.policy, "bypass": options.bypass or None}
-        if given := {name: value for name, value in own.items() if value is not None}:
-            body["firsttoken"] = given
+        own = {"policy": options.policy, "bypass": options.bypass or None, "waterfall": True}
+        body["firsttoken"] = {name: value for name, value in own.items() if value is not None}
     return body

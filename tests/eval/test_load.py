@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from factories_eval import FakeGateway, make_case, make_chunk, rag_case, running
 
 from app.backends.base import BackendRequest
 from engine.outputs import RequestOutput
+from eval import plots
 from eval.arrivals import burst_arrivals, poisson_arrivals, trace_arrivals
 from eval.cli import eval_group
 from eval.exports import aiperf_document, guidellm_document
 from eval.load import LoadRun, ServerSamples, run_load
 from eval.load_records import LoadReport, RequestRecord, vllm_fields
+from eval.load_report import stage_rows
 from eval.load_summary import distribution, make_load_report, meets, parse_objectives
 from eval.manifest import make_machine_manifest
 from eval.streaming_client import StreamingClient, refusal_reason
@@ -89,6 +92,41 @@ def test_hit_rate_counts_each_request_once_whatever_the_server_counted() -> None
     assert _report(records, samples).overall.hit_rate == 0.2
 
 
+def test_stages_and_what_is_outside_the_gateway_sum_to_the_mean_ttft() -> None:
+    records = [
+        _record("a", stages_ms={"rank": 20.0, "prefill": 70.0}),
+        _record("b", ttft_ms=200.0, stages_ms={"prefill": 150.0, "queue": 30.0}),
+        _record("c", ttft_ms=999.0),
+    ]
+    report = _report(records)
+    found = report.overall.stages_ms
+    assert found == {"rank": 10.0, "prefill": 110.0, "queue": 15.0, "outside the gateway": 15.0}
+    assert sum(found.values()) == 150.0  # of those that told them
+    assert stage_rows(report)[0][0] == "prefill"
+    drawn = plots._parts(report.buckets)
+    assert sum(values[0] for name, values in drawn.items() if name != "first to last token") == 150.0
+    assert _report([_record("c")]).overall.stages_ms == {}
+
+
+def test_a_gateways_stages_come_into_the_records_of_a_load_test() -> None:
+    body = case_body(make_case([make_chunk("a", "Blue birds sing. " * 30)], question="Which?"), RequestOptions())
+
+    async def send(url: str) -> RequestRecord:
+        client = StreamingClient(url, ACME_KEY)
+        try:
+            request = LoadRequest(id="a", arrival_s=0.0, body=body)
+            return (await client.send(request, time.perf_counter(), time.perf_counter)).record
+        finally:
+            await client.aclose()
+
+    with served(make_app(make_settings(), EchoBackend(step_s=0.02))) as url:
+        record = asyncio.run(send(url))
+    assert record.status == "ok"
+    assert {"access", "pack", "prefill"} <= record.stages_ms.keys()
+    assert record.ttft_ms is not None
+    assert 0 < sum(record.stages_ms.values()) <= record.ttft_ms
+
+
 def test_the_watermark_is_the_highest_sample() -> None:
     samples = ServerSamples()
     for usage in ("0.25", "0.75", "0.5"):
@@ -139,7 +177,7 @@ def test_another_server_gets_the_documents_in_the_message() -> None:
     ours = case_body(case, RequestOptions(policy="tight"))
     theirs = case_body(case, RequestOptions(target="openai", policy="tight"))
     assert ours["documents"][0]["text"] == "Blue."
-    assert ours["firsttoken"] == {"policy": "tight"}
+    assert ours["firsttoken"] == {"policy": "tight", "waterfall": True}
     assert theirs["messages"][-1]["content"] == "<documents>\n[1] Birds\nBlue.\n</documents>\n\nWhich?"
     assert {"documents", "firsttoken"}.isdisjoint(theirs)
     assert ours["messages"][0] == theirs["messages"][0]
