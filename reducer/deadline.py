@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from reducer.encoder import Encoder, FloatArray
-from reducer.extraction import Extractor
+from reducer.passage_extracts import Extractor
 from reducer.reranker import Reranker
 from reducer.selection import SelectionOutcome
 from reducer.stage import Candidate, Filtered, Selected, whole_spans

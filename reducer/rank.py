@@ -7,7 +7,7 @@ best window. Where the encoder is missing or fails, its weight goes to BM25 and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -32,10 +32,18 @@ NO_SIMILARITY = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked: the question, and the user's turn before it."""
+    """What is asked: the question, and the user's turn before it; lives as long as the request."""
 
     text: str
     context: str = ""
+    _read: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
+
+    def words_of(self, text: str) -> Sequence[str]:
+        """``words(text)``, read once for the request: the search for noise ranks the same passages again and again."""
+        found = self._read.get(text)
+        if found is None:
+            found = self._read[text] = words(text)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +194,17 @@ def scale_lexical(scores: FloatArray) -> FloatArray:
 
 def lexical_scores(texts: Sequence[str], query: Query, context_weight: float) -> FloatArray:
     """BM25 of each text for the question, plus a share of it for the turn before a short question."""
-    corpus = [words(text) for text in texts]
-    asked = words(query.text)
+    corpus = [query.words_of(text) for text in texts]
+    asked = query.words_of(query.text)
     scores = bm25_scores(corpus, asked)
     if query.context and context_weight > 0 and len(asked) < SHORT_QUESTION_WORDS:
-        scores = scores + np.float32(context_weight) * bm25_scores(corpus, words(query.context))
+        scores = scores + np.float32(context_weight) * bm25_scores(corpus, query.words_of(query.context))
     return scores
 
 
 def query_vector(query: Query, context_weight: float, encoder: Encoder) -> FloatArray:
     """Vector of the question, leaning towards the turn before it when the question is short; length 1."""
-    if query.context and context_weight > 0 and len(words(query.text)) < SHORT_QUESTION_WORDS:
+    if query.context and context_weight > 0 and len(query.words_of(query.text)) < SHORT_QUESTION_WORDS:
         vectors = encoder.encode([query.text, query.context])
         vector: FloatArray = vectors[0] + np.float32(context_weight) * vectors[1]
         return vector / np.float32(max(float(np.linalg.norm(vector)), 1e-9))

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from reducer.blocks import GAP, RECALL_CLOSING, RECALL_OPENING, line_mark, protect, read_line
 from reducer.encoder import FloatArray
-from reducer.extract import LABEL_TOKENS, Extract
 from reducer.prompt import WireMessage
 from reducer.record import Plan
 from reducer.tokens import TokenCounter
+from reducer.turn_extracts import LABEL_TOKENS, TurnExtract
 from reducer.turns import Turn, call_text, turn_text
 
 USEFUL_SLACK_TOKENS = 10
@@ -86,13 +86,13 @@ def _more(
     wanted = room - counter.count_text(_join(whole, {}))
     best: dict[int, str] = {}
     for _ in range(MAX_ROUNDS):
-        extract = Extract(turns, set(plan.said), [set(plan.chosen.get(turn.key, ())) for turn in turns])
+        extract = TurnExtract(turns, set(plan.said), [set(plan.chosen.get(turn.key, ())) for turn in turns])
         extract.fill(wanted)
         lines: dict[int, str] = {}
         for turn, chosen in zip(turns, extract.chosen, strict=True):
             new = chosen - plan.chosen.get(turn.key, frozenset())
             if new:
-                lines[turn.index] = lines.get(turn.index, "") + Extract([turn], set(), [new]).render()
+                lines[turn.index] = lines.get(turn.index, "") + TurnExtract([turn], set(), [new]).render()
         slack = room - counter.count_text(_join(whole, lines))
         if slack >= 0:
             best = lines

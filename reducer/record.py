@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from reducer.blocks import RECORD_CLOSING, RECORD_OPENING
 from reducer.config import HistoryConfig
-from reducer.extract import Extract
 from reducer.ledger import KIND_RANK
 from reducer.prompt import WireMessage
 from reducer.summary import (
@@ -31,6 +30,7 @@ from reducer.summary import (
     summarise_segment,
 )
 from reducer.tokens import TokenCounter
+from reducer.turn_extracts import TurnExtract
 from reducer.turns import Turn, calls_tools, is_tool_result, read_turns
 
 MIN_RATES = (*(0.15 * 1.06**step for step in range(48)), math.inf)
@@ -260,7 +260,7 @@ class Record:
     def _bare_plan(self, allowance: int) -> Plan:
         """A record of facts only, what matters most and came last first, when not even all facts have room."""
         turns = self._segment(0, len(self._units))
-        extract = Extract(turns, set())
+        extract = TurnExtract(turns, set())
         room = allowance - self._num_block_tokens
         pins = [(KIND_RANK[pin.fact.kind], -number, pin) for number, turn in enumerate(turns) for pin in turn.pins]
         num_lost = 0

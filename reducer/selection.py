@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reducer.config import SelectionConfig
-from reducer.extraction import Extractor
+from reducer.passage_extracts import Extractor
 from reducer.stage import Candidate, Filtered, Selected, whole_spans
 
 LENGTH_DAMPING = 0.4

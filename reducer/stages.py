@@ -14,12 +14,12 @@ from reducer.config import ReducerConfig
 from reducer.deadline import select_whole
 from reducer.dedup import deduplicate
 from reducer.encoder import Encoder
-from reducer.extraction import Extractor
 from reducer.failures import keep_recent
 from reducer.fitting import fit_documents, render_messages
 from reducer.history import reduce_history
 from reducer.lexical import words
 from reducer.ordering import make_arrange, prefix_key
+from reducer.passage_extracts import Extractor
 from reducer.rank import rank
 from reducer.run import Run, document_tokens_of
 from reducer.selection import SelectionOutcome, cost, select, shortlist

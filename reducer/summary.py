@@ -23,10 +23,10 @@ from typing import Protocol
 
 from reducer.blocks import LEDGER_LABEL, RECORD_CLOSING, RECORD_OPENING, SUMMARY_MARK, USER_MARK, protect
 from reducer.byte_cache import ByteCache
-from reducer.extract import Extract, is_secondary, word_runs
 from reducer.ledger import missing_facts
 from reducer.prompt import Caller, WireMessage
 from reducer.tokens import TokenCounter
+from reducer.turn_extracts import TurnExtract, is_secondary, word_runs
 from reducer.turns import Turn
 
 TIGHT_RATE = 0.3
@@ -109,7 +109,7 @@ def summarise_segment(
 
     Facts go before the rate: where it is infinite, the summary is the bare ledger.
     """
-    extract = Extract(turns, set(said))
+    extract = TurnExtract(turns, set(said))
     extract.pin_facts(primary_only=min_rate > TIGHT_RATE)
     extract.fill(min_rate=min_rate)
     text = extract.render()
@@ -140,7 +140,7 @@ def rewrite_segment(
     word for word. Where the model fails, or its summary with them is too long, the extracts stay and ``degraded`` says
     so.
     """
-    ledger = Extract(turns, set(said))
+    ledger = TurnExtract(turns, set(said))
     ledger.pin_facts(primary_only=min_rate > TIGHT_RATE)
     max_tokens = max(extracts.num_tokens - ledger.num_tokens, int(MIN_MODEL_SHARE * extracts.num_tokens), 1)
     try:
@@ -158,7 +158,7 @@ def rewrite_segment(
         if not (min_rate > TIGHT_RATE and is_secondary(turn, pin.fact))
     ]
     lost = {fact.key for fact in missing_facts((pin.fact for _, pin in pinned), answer)}
-    stated = Extract(turns, set(said))
+    stated = TurnExtract(turns, set(said))
     for number, pin in pinned:
         if pin.fact.key in lost and not stated.is_said(pin.fact):
             stated.add(number, pin.first, pin.last)
@@ -175,7 +175,7 @@ def rewrite_segment(
 
 def transcript(turns: Sequence[Turn]) -> str:
     """Whole turns as lines with their speakers, what is only quoted marked as such."""
-    extract = Extract(turns, set())
+    extract = TurnExtract(turns, set())
     extract.chosen = [set(range(len(turn.words))) for turn in turns]
     return extract.render(USER_MARK)
 

@@ -56,12 +56,12 @@ from eval.manifest import make_manifest
 from reducer.blocks import RECORD_CLOSING, RECORD_OPENING
 from reducer.config import ReducerConfig
 from reducer.encoder import SentenceTransformerEncoder
-from reducer.extract import Extract, is_secondary
 from reducer.pipeline import Reducer
 from reducer.prompt import Budget, Caller, PromptParts
 from reducer.result import ReductionResult
 from reducer.summary import SummaryCache
 from reducer.template import message_text
+from reducer.turn_extracts import TurnExtract, is_secondary
 from reducer.turns import read_turn
 
 SETS = ("sgd-history", "locomo-history")
@@ -183,7 +183,7 @@ class Bench:
                 notes += [stage.degraded for stage in result.stages if stage.degraded and "no room" in stage.degraded]
                 sent = list(result.messages[:-1])
             text = "\n".join(message_text(message) for message in result.messages)
-            said = Extract([read_turn(0, {"role": "user", "content": text}, self._counter)], set())
+            said = TurnExtract([read_turn(0, {"role": "user", "content": text}, self._counter)], set())
             for pin in said.turns[0].pins:
                 said.say_fact(pin.fact)
             folded = " ".join(text.casefold().split())

@@ -9,9 +9,9 @@ from eval.baselines import bm25, by_score
 from eval.prompts import case_messages
 from eval.samples import Case, Probe
 from eval.scoring import SearchText, scored_probes
-from reducer.extract import Extract
 from reducer.result import ReductionResult
 from reducer.template import message_text
+from reducer.turn_extracts import TurnExtract
 from reducer.turns import Turn, read_turn
 
 BLOCK_TOKENS = 25
@@ -108,7 +108,7 @@ def one_selection(conversation: Conversation, counter: ChatTokenizer, room: int)
     left = room - BLOCK_TOKENS - sum(conversation.costs[-RECENT_TURNS:])
     goal, best = left, ""
     for _ in range(4):
-        extract = Extract(older, set())
+        extract = TurnExtract(older, set())
         extract.pin_facts(primary_only=True)
         extract.fill(goal)
         text = extract.render()

@@ -8,6 +8,7 @@ from factories_reducer import BrokenEncoder, HashEncoder, make_passages
 
 from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
+from reducer.lexical import words
 from reducer.prompt import Passage
 from reducer.rank import Query, rank, weigh
 from reducer.stage import Candidate
@@ -107,3 +108,13 @@ def test_words_count_half_among_code() -> None:
     )
     assert code.lexical_weight == plain.lexical_weight / 2
     assert code.lexical_weight + code.semantic_weight == pytest.approx(plain.lexical_weight + plain.semantic_weight)
+
+
+def test_a_request_reads_the_words_of_a_passage_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr("reducer.rank.words", lambda text: read.append(text) or words(text))
+    query = Query("Where is the harbour?")
+    candidates = as_candidates(make_passages("The harbour is in Oslo.", "The market is open."))
+    first = rank(candidates, query, RankConfig(), None)
+    assert rank(candidates, query, RankConfig(), None) == first
+    assert len(read) == len(set(read)) > 0

@@ -7,7 +7,7 @@ import pytest
 from factories_reducer import HashEncoder, WordCounter
 
 from reducer.config import RankConfig, SelectionConfig
-from reducer.extraction import Extractor
+from reducer.passage_extracts import Extractor
 from reducer.prompt import Passage
 from reducer.rank import Query
 from reducer.selection import SelectionOutcome, budget_freedom, by_gain_per_token, select, shortlist

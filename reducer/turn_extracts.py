@@ -27,7 +27,7 @@ COST_EXPONENT = 0.7
 
 
 @dataclass(slots=True)
-class Extract:
+class TurnExtract:
     """Words chosen from turns, and what they say; the running state of one greedy selection."""
 
     turns: Sequence[Turn]

@@ -32,7 +32,7 @@ FIRST_UNIT_BONUS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Extract:
+class PassageExtract:
     """The kept spans of one passage and the tokens they take."""
 
     spans: tuple[Span, ...]
@@ -63,7 +63,7 @@ class Extractor:
         self.degraded: str | None = None
         """Why units were ranked by BM25 alone, if they were."""
 
-    def extract(self, candidate: Candidate, max_tokens: int) -> Extract | None:
+    def extract(self, candidate: Candidate, max_tokens: int) -> PassageExtract | None:
         """The best units of a passage in at most ``max_tokens`` tokens, in text order; ``None`` if not one fits."""
         text = candidate.passage.text
         units = self._units.get(candidate.passage.id)
@@ -89,7 +89,7 @@ class Extractor:
                 chosen.difference_update(added)
         if chosen <= {unit for header in units.headers.values() for unit in header}:
             return None
-        return Extract(_merge([units.spans[unit] for unit in sorted(chosen)]), max(used, 1))
+        return PassageExtract(_merge([units.spans[unit] for unit in sorted(chosen)]), max(used, 1))
 
     def _count(self, text: str, units: _Units, unit: int) -> int:
         num_tokens = units.num_tokens.get(unit)
@@ -106,7 +106,7 @@ class Extractor:
         return _Units(spans, order, {}, header_rows(text, texts))
 
     def _scores(self, texts: Sequence[str]) -> FloatArray:
-        lexical = scale_lexical(bm25_scores([words(text) for text in texts], words(self._query.text)))
+        lexical = scale_lexical(bm25_scores([words(text) for text in texts], self._query.words_of(self._query.text)))
         return _in_context(self._relevance(texts, lexical))
 
     def _relevance(self, texts: Sequence[str], lexical: FloatArray) -> FloatArray:

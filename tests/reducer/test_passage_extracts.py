@@ -4,12 +4,14 @@ from factories_reducer import BrokenEncoder, HashEncoder, WordCounter, make_pass
 
 from reducer.config import RankConfig
 from reducer.encoder import Encoder
-from reducer.extraction import Extract, Extractor
+from reducer.passage_extracts import Extractor, PassageExtract
 from reducer.rank import Query
 from reducer.stage import Candidate
 
 
-def extract(text: str, question: str, max_tokens: int, encoder: Encoder | None = None) -> tuple[Extract | None, str]:
+def extract(
+    text: str, question: str, max_tokens: int, encoder: Encoder | None = None
+) -> tuple[PassageExtract | None, str]:
     extractor = Extractor(Query(question), RankConfig(), WordCounter(), encoder or HashEncoder())
     passage = make_passages(text)[0]
     result = extractor.extract(Candidate(passage, 0, 1, 1, (passage.id,)), max_tokens)
