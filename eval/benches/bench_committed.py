@@ -5,7 +5,7 @@
 Every set is reduced without a budget and at shares of its passages' tokens, by one gateway with the example
 configuration; with ``--answers`` also answered from full and reduced prompts. Cases are spread evenly over a file, so
 that all its languages take part. Each set is a run of the product's command, whose result is kept in ``--work`` and
-taken up by the same command; a result of another commit is measured anew.
+taken up by the same command; a result of another commit is measured anew, unless ``--keep`` says otherwise.
 """
 
 import gzip
@@ -54,7 +54,7 @@ def write_part(source: Path, places: Sequence[int], target: Path) -> None:
 
 
 def run_recall(data: Path, output: Path, url: str, arguments: Sequence[str], commit: str | None) -> RecallReport:
-    """One run of the product's command, or the one that is there. Raises EvalError."""
+    """One run of the product's command, or the one that is there from ``commit`` (``None``: any). Raises EvalError."""
     if (kept := _kept(output, data, arguments, commit)) is not None:
         return kept
     # Without a key the command takes the demo tenants, whose prefix caches keep full and reduced prompts apart.
@@ -78,7 +78,8 @@ def _kept(output: Path, data: Path, arguments: Sequence[str], commit: str | None
     except (OSError, msgspec.MsgspecError):
         return None
     is_same_data = report.manifest.data.sha256 == read_dataset(data).sha256
-    return report if same and is_same_data and report.manifest.commit == commit and not report.num_errors else None
+    is_same_commit = commit is None or report.manifest.commit == commit
+    return report if same and is_same_data and is_same_commit and not report.num_errors else None
 
 
 def measure_set(
@@ -105,10 +106,18 @@ def measure_set(
 @click.option("--answers", "num_answers", type=click.IntRange(min=0), default=40, show_default=True, help="Answered.")
 @click.option("--sets", default=",".join(SETS), help="Names by comma; all by default.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default="build/recall", show_default=True)
+@click.option("--keep", is_flag=True, help="Take kept results of other commits too.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
 @click.option("--readme", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Put the table there.")
 def main(
-    data: Path, limit: int, num_answers: int, sets: str, work: Path, output: Path | None, readme: Path | None
+    data: Path,
+    limit: int,
+    num_answers: int,
+    sets: str,
+    work: Path,
+    keep: bool,
+    output: Path | None,
+    readme: Path | None,
 ) -> None:
     """Measure the default policy over the sets of DATA; exit status 1 where a request failed."""
     console = Console(width=200)
@@ -124,7 +133,8 @@ def main(
                 url = stack.enter_context(started_gateway(example=True))
             for name in names:
                 with console.status(f"{name}: at most {limit} cases"):
-                    found.append(measure_set(name, data, work, url, (limit, num_answers), manifest.commit))
+                    sizes = limit, num_answers
+                    found.append(measure_set(name, data, work, url, sizes, None if keep else manifest.commit))
                 console.print(f"{name}: done after {(time.monotonic() - begun) / 60:.1f} minutes", highlight=False)
         result = CommittedRecall(manifest=manifest, sets=found, skipped=SKIPPED)
         table = readme_tables(result)

@@ -82,11 +82,15 @@ def test_a_run_is_taken_up_unless_something_changed(tmp_path: Path, monkeypatch:
     output = tmp_path / "a.json"
     gateway = FakeGateway()
     with running(gateway) as url:
-        first = run_recall(data, output, url, ("--budget", "0.5"), None)
+        first = run_recall(data, output, url, ("--budget", "0.5"), "none yet")
         num_asked = len(gateway.requests)
         commit = first.manifest.commit
         assert run_recall(data, output, url, ("--budget", "0.5"), commit) == first
+        assert run_recall(data, output, url, ("--budget", "0.5"), None) == first  # of whatever commit
         assert len(gateway.requests) == num_asked
+        assert run_recall(data, output, url, ("--budget", "0.5"), "another").manifest.commit == commit
+        assert len(gateway.requests) > num_asked
+        num_asked = len(gateway.requests)
         run_recall(data, output, url, ("--budget", "0.4"), commit)
         assert len(gateway.requests) > num_asked
     with pytest.raises(EvalError, match=r"a\.jsonl\.gz: exit status"):
