@@ -13,13 +13,14 @@ from app.chat_service import ChatService
 from app.compaction import Compactor
 from app.config_status import ConfigCollector, ReloadRecord
 from app.drain import Drain
-from app.errors import ConfigError, OverloadedError
+from app.errors import ConfigError, NotFoundError, OverloadedError
 from app.input_budget import TtftObjective
 from app.observability import EngineCollector, GatewayCollector, GatewayMetrics
 from app.relay import RelayBackend
 from app.served_model import ServedModel
 from app.service_observer import ServiceObserver
 from app.settings import Settings
+from app.siblings import Siblings
 from app.snapshot import LiveConfig
 from app.tenancy import Tenancy
 from app.workers import WorkerPool
@@ -53,6 +54,8 @@ class Gateway:
         """``loading``, ``loaded``, ``disabled``, or ``failed: …``."""
         self.encoder: Encoder | None = None
         """The embedding model, once it is loaded."""
+        self.siblings: Siblings | None = None
+        """The other processes of this gateway, where there are any."""
         self._chat_service: ChatService | None = None
         self._start_lock = asyncio.Lock()
 
@@ -81,7 +84,17 @@ class Gateway:
 
     async def find_receipt(self, receipt_id: str, principal: Principal) -> bytes:
         """A record as JSON. Raises ``NotFoundError``, the same for one that is not there and one of others."""
-        return await self.tenancy.find_receipt(receipt_id, principal)
+        try:
+            return await self.tenancy.find_receipt(receipt_id, principal)
+        except NotFoundError:
+            found = None if self.siblings is None else await self.siblings.find_receipt(receipt_id, principal)
+            if found is None:
+                raise
+            return found
+
+    async def render_metrics(self) -> bytes:
+        """The metrics as Prometheus reads them, of all processes of this gateway."""
+        return self.metrics.render() if self.siblings is None else await self.siblings.metrics()
 
     async def start(self) -> None:
         """Starts the backend and loads the encoder, side by side. Raises an error that says what is missing."""

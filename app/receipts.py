@@ -228,10 +228,17 @@ class ReceiptStore:
 
     def get(self, receipt_id: str, principal: Principal) -> bytes:
         """The record as JSON. Raises ``NotFoundError``, the same for one that is not there and one of others."""
+        document = self.find(receipt_id, principal.tenant_id, principal.groups)
+        if document is None:
+            raise NotFoundError(f"No receipt {receipt_id!r} found.", param="receipt_id", code="receipt_not_found")
+        return document
+
+    def find(self, receipt_id: str, tenant_id: str, groups: frozenset[str]) -> bytes | None:
+        """The record as JSON, if it is here and a caller of this tenant with these groups may read it."""
         self._drop_expired()
         stored = self._stored.get(receipt_id)
-        if stored is None or stored.tenant_id != principal.tenant_id or not stored.groups <= principal.groups:
-            raise NotFoundError(f"No receipt {receipt_id!r} found.", param="receipt_id", code="receipt_not_found")
+        if stored is None or stored.tenant_id != tenant_id or not stored.groups <= groups:
+            return None
         return stored.document
 
     def _trim(self, tenant_id: str) -> None:

@@ -59,8 +59,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Model name that clients send; the model's own name is accepted as well."""
     max_body_bytes: int = 16 * 1024 * 1024
     """Largest request body; a larger one is answered with 413."""
+    num_processes: int = 1
+    """Processes that serve the address together, with backends of kind ``openai``; ``--workers`` overrides it."""
     num_workers: int = 2
-    """Threads for JSON of large bodies, tokenizing and reduction."""
+    """Threads of each process for JSON of large bodies, tokenizing and reduction."""
     max_pending_jobs: int = 128
     """Jobs waiting for or running in a worker thread; a further one is answered with 503."""
     shutdown_grace_s: float = 10.0
@@ -76,6 +78,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not self.served_model_name.strip():
             raise ValueError("served_model_name must not be empty")
         _require_positive("max_body_bytes", self.max_body_bytes)
+        _require_positive("num_processes", self.num_processes)
         _require_positive("num_workers", self.num_workers)
         _require_positive("max_pending_jobs", self.max_pending_jobs)
         if self.shutdown_grace_s < 0:

@@ -1,4 +1,7 @@
-"""``firsttoken serve``: the gateway on a socket, until SIGINT or SIGTERM; SIGHUP reads its configuration anew."""
+"""``firsttoken serve``: the gateway on a socket, until SIGINT or SIGTERM; SIGHUP reads its configuration anew.
+
+With several processes this one starts and watches them (``app.supervisor``); each of them runs this command again.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,7 @@ import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +27,8 @@ from app.errors import ConfigError
 from app.gateway import Gateway, make_gateway
 from app.logs import configure_logging
 from app.settings import ServerSettings, Settings
+from app.siblings import ProcessPlace, Siblings
+from app.supervisor import Supervisor, check_processes
 from engine.config import DType, KVCacheDType, QuantizationName
 from engine.errors import EngineError
 from engine.outputs import ModelInfo
@@ -46,32 +52,64 @@ FAREWELL_S = 2
     help="Of keys and values: engine.cache.kv_cache_dtype. Needs a passed record as well.",
 )
 @click.option("--force-quantization", is_flag=True, help="Serve a quantized format without a passed record.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes that serve together: server.num_processes.")
 def serve(
     file: Path | None,
     dtype: DType | None,
     quantization: QuantizationName | None,
     kv_cache_dtype: KVCacheDType | None,
     force_quantization: bool,
+    workers: int | None,
 ) -> None:
-    """Start the gateway on the embedded engine. Options here go before the configuration and the environment."""
+    """Start the gateway. Options here go before the configuration and the environment."""
     # Threads of the encoder and of the engine, which inherits this, share the cores: where they spin while they wait
     # for each other, a step takes 6 to 50 times as long as with sleeping threads. OpenMP reads it when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     started = read_config(file)
     adjust = partial(
-        with_precision,
+        adjusted,
+        num_processes=workers,
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         force_quantization=force_quantization or None,
     )
-    settings = adjust(started.settings)
-    configure_logging(settings.logging)
-    gateway = make_gateway(settings)
+    place = ProcessPlace.from_environ()
     try:
-        run_loop(run_gateway(gateway, started.source, ConfigReloader(gateway, started, adjust=adjust)))
+        settings = adjust(started.settings)
+        configure_logging(settings.logging)
+        if settings.server.num_processes > 1 and place is None:
+            run_loop(supervise(settings))
+            return
+        gateway = make_gateway(settings)
+        reloader = ConfigReloader(gateway, started, adjust=adjust)
+        run_loop(run_gateway(gateway, started.source, reloader, place))
     except (ConfigError, EngineError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def adjusted(settings: Settings, *, num_processes: int | None = None, **precision: Any) -> Settings:
+    """``settings`` with the options of the command line. Raises ``ConfigError`` for what does not go together."""
+    settings = with_precision(settings, **precision)
+    if num_processes is not None:
+        settings = replace(settings, server=replace(settings.server, num_processes=num_processes))
+    check_processes(settings, settings.server.num_processes)
+    return settings
+
+
+async def supervise(settings: Settings) -> None:
+    """Serves in several processes until a signal comes. Raises ``ConfigError`` where one of them cannot start."""
+    server = settings.server
+    with bind(server) as probe:  # refused where somebody else listens, whom a shared address would let in
+        port: int = probe.getsockname()[1]
+    with bind(replace(server, port=port), is_shared=True):  # held without listening while the processes come and go
+        await Supervisor(
+            [sys.executable, "-m", "app.cli", *sys.argv[1:]],
+            host=server.host,
+            port=port,
+            num_processes=server.num_processes,
+            grace_s=server.shutdown_grace_s,
+        ).run()
 
 
 def with_precision(
@@ -100,13 +138,15 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-async def run_gateway(gateway: Gateway, source: str, reloader: ConfigReloader | None = None) -> None:
+async def run_gateway(
+    gateway: Gateway, source: str, reloader: ConfigReloader | None = None, place: ProcessPlace | None = None
+) -> None:
     """Serves until a signal comes, then lets running requests go on for the grace time and ends those that are left.
 
-    ``source`` is where the settings come from, ``reloader`` follows them. Raises ``ConfigError`` or ``EngineError``
-    where it cannot start.
+    ``source`` is where the settings come from, ``reloader`` follows them, ``place`` is that of one process of several.
+    Raises ``ConfigError`` or ``EngineError`` where it cannot start.
     """
-    listener = bind(gateway.settings.server)
+    listener = bind(gateway.settings.server, is_shared=place is not None)
     stop = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(listener)
@@ -114,6 +154,8 @@ async def run_gateway(gateway: Gateway, source: str, reloader: ConfigReloader | 
         try:
             if reloader is not None:
                 await stack.enter_async_context(following(reloader, stop))
+            if place is not None:
+                await stack.enter_async_context(beside_siblings(gateway, place, stop))
             if not await started(gateway, stop):
                 return
             server = uvicorn.Server(server_config(gateway.settings, gateway))
@@ -151,8 +193,31 @@ async def started(gateway: Gateway, stop: asyncio.Event) -> bool:
         await asyncio.gather(starting, stopping, return_exceptions=True)
 
 
-def bind(server: ServerSettings) -> socket.socket:
-    """Takes the address before the models are loaded. Raises ``ConfigError`` where it cannot be had."""
+@contextlib.asynccontextmanager
+async def beside_siblings(gateway: Gateway, place: ProcessPlace, stop: asyncio.Event) -> AsyncIterator[None]:
+    """Answers the other processes while it is open, and sets ``stop`` when the supervisor is gone."""
+    loop = asyncio.get_running_loop()
+    gateway.siblings = Siblings(place, gateway.metrics.render, gateway.tenancy.memory_receipts.find)
+    await gateway.siblings.open()
+
+    def on_input() -> None:
+        # Nobody writes there, so it is the end.
+        loop.remove_reader(0)
+        stop.set()
+
+    loop.add_reader(0, on_input)
+    try:
+        yield
+    finally:
+        loop.remove_reader(0)
+        await gateway.siblings.close()
+
+
+def bind(server: ServerSettings, *, is_shared: bool = False) -> socket.socket:
+    """Takes the address before the models are loaded. Raises ``ConfigError`` where it cannot be had.
+
+    ``is_shared``: other processes of the same user may take it as well, and the kernel shares connections out.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             server.host.strip("[]"), server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -160,6 +225,8 @@ def bind(server: ServerSettings) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
         except OSError:
             listener.close()

@@ -46,7 +46,7 @@ class SystemController(Controller):
     @get("/metrics")
     async def metrics(self, request: GatewayRequest) -> Response[bytes]:
         """Metrics in Prometheus' text format."""
-        return Response(gateway_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await gateway_of(request).render_metrics(), headers={"content-type": CONTENT_TYPE})
 
     @get("/version")
     async def show_version(self) -> Response[bytes]:
