@@ -36,6 +36,8 @@ from reducer.prompt import PromptParts
 
 INLINE_BODY_BYTES = 16 * 1024
 """A smaller body is read on the event loop: handing it to a thread would cost more than reading it."""
+INLINE_BYPASS_BYTES = 4 * 1024
+"""Of a smaller body that is not reduced the tokens are counted on the event loop as well."""
 LARGE_BODY_BYTES = 64 * 1024
 """A larger body is read and reduced in the thread for large jobs."""
 LARGE_NUM_DOCUMENTS = 100
@@ -166,21 +168,26 @@ class ChatService:
         summarizer = self._make_summarizer(principal, policy, request, receipt_id)
         # A thread that waits for the model must not be one that small requests need.
         is_slow = summarizer is not None or is_large(len(arrival.body), request.parts)
+        bypass = arrival.bypass or bool(overrides.bypass)
         job = TimedJob()
+        compact = partial(
+            job,
+            self._compactor.compact,
+            arrival.snapshot,
+            request,
+            principal,
+            policy,
+            budget,
+            receipt_id,
+            bypass=bypass,
+            summarizer=summarizer,
+        )
         timeline.lap("other")
         try:
-            compaction = await (self._workers.run_large if is_slow else self._workers.run)(
-                job,
-                self._compactor.compact,
-                arrival.snapshot,
-                request,
-                principal,
-                policy,
-                budget,
-                receipt_id,
-                bypass=arrival.bypass or bool(overrides.bypass),
-                summarizer=summarizer,
-            )
+            if bypass and not is_slow and len(arrival.body) <= INLINE_BYPASS_BYTES:
+                compaction = compact()
+            else:
+                compaction = await (self._workers.run_large if is_slow else self._workers.run)(compact)
         except StageFailedError as error:
             self._observer.on_stage_failed(error)
             raise

@@ -17,8 +17,8 @@ from factories_upstream import MODEL, Upstream
 
 ROOT = Path(__file__).resolve().parent.parent
 READY = re.compile(r"ready on (http://\S+)")
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
 
 
 def config_text(url: str, more: str = "") -> str:

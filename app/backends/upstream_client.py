@@ -1,6 +1,7 @@
 """Sends one request to one replica and reads its answer; knows HTTP, nothing of prompts."""
 
 import asyncio
+import io
 import os
 import time
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ MAX_ANSWER_BYTES = 256 * 1024 * 1024
 HEALTH_TIMEOUT_S = 5.0
 KEEPALIVE_S = 60.0
 MAX_HEADER_BYTES = 64 * 1024
+LARGE_BODY_BYTES = 512 * 1024
+"""A larger body is written piece by piece, so that other requests are served in between."""
 END_TIMEOUT_S = 0.5
 """How long the end of a stream may take after its ``[DONE]``, so that its connection can be used again."""
 _LEFT = (aiohttp.ClientError, OSError)
@@ -146,9 +149,10 @@ class UpstreamClient:
         headers = {**trace_headers, **self._headers[replica_url], "x-request-id": request_id}
         if self._settings.salt_header is not None:
             headers[self._settings.salt_header] = cache_salt
+        data = io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body
         try:
             response = await self._session.post(
-                self._url(f"{replica_url}{path}"), data=body, headers=headers, allow_redirects=False
+                self._url(f"{replica_url}{path}"), data=data, headers=headers, allow_redirects=False
             )
         except (*_LEFT, TimeoutError) as error:
             # Our own limits are cancellations here, so a time-out is one of the connection.

@@ -124,7 +124,7 @@ def test_requests_are_shared_out_and_metrics_and_receipts_come_from_all(gateway:
 def test_a_process_that_dies_is_started_again_and_the_others_go_on(gateway: Supervised) -> None:
     before = gateway.children()
     os.kill(before[0], signal.SIGKILL)
-    assert wait_until(lambda: not is_running(before[0]), 5)
+    assert wait_until(lambda: not is_running(before[0]), 20)
 
     def is_answered() -> bool:
         try:
@@ -137,8 +137,8 @@ def test_a_process_that_dies_is_started_again_and_the_others_go_on(gateway: Supe
         text = httpx.get(f"{gateway.url}/metrics", timeout=20).text
         return 'process="0"' in text and 'process="1"' in text
 
-    assert wait_until(is_answered, 5)
-    assert wait_until(both_answer, 30)
+    assert wait_until(is_answered, 20)
+    assert wait_until(both_answer, 90)
     after = gateway.children()
     assert len(after) == 2
     assert before[1] in after
@@ -152,14 +152,14 @@ def test_all_end_together_and_running_streams_end_whole(own_gateway: Supervised)
         next(lines)
         own_gateway.process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert own_gateway.process.wait(20) == 0
+    assert own_gateway.process.wait(60) == 0
     assert not any(is_running(pid) for pid in children)
 
 
 def test_processes_end_when_their_supervisor_is_killed(own_gateway: Supervised) -> None:
     children = own_gateway.children()
     assert own_gateway.stop(signal.SIGKILL) == -signal.SIGKILL
-    assert wait_until(lambda: not any(is_running(pid) for pid in children), 15)
+    assert wait_until(lambda: not any(is_running(pid) for pid in children), 60)
 
 
 def test_a_hangup_reads_the_configuration_in_every_process(
@@ -173,7 +173,7 @@ def test_a_hangup_reads_the_configuration_in_every_process(
         answers = [httpx.post(f"{gateway.url}{CHAT}", json=make_body(), headers=bearer(), timeout=20) for _ in range(8)]
         return all(answer.json()["firsttoken"]["max_tokens"] == 7 for answer in answers)
 
-    assert wait_until(all_clamp, 20)
+    assert wait_until(all_clamp, 60)
     assert len(gateway.children()) == 2
 
 
@@ -181,7 +181,7 @@ def test_a_configuration_that_cannot_be_shared_is_refused_before_anything_starts
     config = tmp_path / "firsttoken.toml"
     config.write_text(config_text("http://127.0.0.1:1", "[tenants.acme]\nrequests_per_minute = 5\n"), encoding="utf-8")
     command = [sys.executable, "-m", "app.cli", "serve", "--config", str(config), "--workers", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
     assert "tenant 'acme' has limits" in done.stderr
     assert "Traceback" not in done.stderr
@@ -191,7 +191,7 @@ def test_a_process_that_cannot_start_ends_all_with_its_reason(tmp_path: Path) ->
     config = tmp_path / "firsttoken.toml"
     config.write_text(config_text("http://127.0.0.1:1"), encoding="utf-8")  # nobody tells the window
     command = [sys.executable, "-m", "app.cli", "serve", "--config", str(config), "--workers", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
     assert "no replica tells the window" in done.stderr
     assert "before it was ready" in done.stderr

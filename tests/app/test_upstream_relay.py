@@ -130,6 +130,15 @@ def test_a_conversation_with_calls_refusals_images_and_functions_passes_unchange
     assert 85 + 4096 < response.json()["firsttoken"]["prompt_tokens"] < 5200
 
 
+def test_a_body_of_megabytes_arrives_whole(url: str, upstream: Upstream) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * 750_000, "detail": "low"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look"}, image]}]
+    response = post(url, make_body() | {"messages": messages})
+    assert response.status_code == 200, response.text
+    assert upstream.last_request()["messages"] == messages
+    assert int(upstream.log()[-1]["headers"]["content-length"]) == len(upstream.last_body())
+
+
 def test_documents_are_reduced_into_the_last_message(url: str, upstream: Upstream) -> None:
     body = make_body("What is a widget?", documents=make_documents(30), firsttoken={"max_input_tokens": 1000})
     answer = post(url, body).json()
