@@ -48,7 +48,8 @@ Stage = Literal[
     "other",
 ]
 """``worker_wait``: for a thread; ``event_loop``: until the loop takes up what a thread has finished; ``pack``:
-rendering and counting the prompt around the reducer's stages; ``engine_transport``: to the engine's process and back;
+rendering and counting the prompt around the reducer's stages; ``engine_transport``: to the engine's process, which
+takes requests in between two steps, and back;
 ``transfer``: KV blocks of another engine; ``upstream``: from sending to the first text of a replica; ``first_token``:
 from the engine's first output to the first text on its way to the client."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
