@@ -11,10 +11,11 @@ from factories_disaggregation import NUM_OUTPUT, NUM_TRANSFERRED, PROMPT, InProc
 from factories_engine import fake_generate
 
 from engine.config import EngineConfig, KVTransferConfig, TransferFailurePolicy
-from engine.disaggregated_client import DisaggregatedClient
+from engine.disaggregated_client import DisaggregatedClient, _sum_steps
 from engine.errors import EngineDeadError, EngineError
 from engine.outputs import GenerateRequest, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.stats import StepTokens
 
 
 class Cluster:
@@ -300,3 +301,14 @@ def forget_offers_of(client: InProcessClient, num_times: int = 1) -> None:
         return outputs
 
     client.engine.checked_step = step_and_forget  # type: ignore[method-assign]
+
+
+def test_steps_of_all_engines_that_have_reported_count_together() -> None:
+    prefill, decode = StepTokens(), StepTokens()
+    prefill.add(2048)
+    decode.add(1)
+    decode.add(2)
+    steps = _sum_steps([prefill.snapshot(), None, decode.snapshot()])
+    assert steps is not None
+    assert (steps.sum, sum(steps.counts), steps.counts[0]) == (2051, 3, 1)
+    assert _sum_steps([None, None]) is None
