@@ -67,9 +67,11 @@ bench-scheduling: setup ## gaps, policies, prefix reuse, control plane, cancels;
 	$(BIN)/python -m eval.benches.bench_scheduling $(DATA) --output eval/results/scheduling.json
 
 PEERS ?= $(VENV)/peers
-bench-kernels: setup ## native kernels against the ceiling, transformers and OpenVINO; ten minutes
+bench-kernels: setup ## native kernels against the ceiling, transformers, OpenVINO, vLLM and llama.cpp; twenty minutes
 	eval/benches/peers/make_openvino.sh $(PEERS)/openvino
-	$(BIN)/python -m eval.benches.bench_kernels --openvino $(PEERS)/openvino --output eval/results/kernels.json
+	eval/benches/peers/make_vllm_cpu.sh $(PEERS)/vllm
+	eval/benches/peers/make_llama_cpp.sh $(PEERS)/llama
+	$(BIN)/python -m eval.benches.bench_kernels --peers $(PEERS) --output eval/results/kernels.json
 
 bench-peers: setup ## vLLM, OpenVINO GenAI and llama.cpp on one RAG workload; half an hour on a quiet machine
 	@mkdir -p build

@@ -1,26 +1,28 @@
 """The native CPU kernels against this machine's ceiling, and whole prefills and decodes against other engines.
 
-    python -m eval.benches.bench_kernels --openvino FOLDER --output eval/results/kernels.json
+    python -m eval.benches.bench_kernels --peers FOLDER --output eval/results/kernels.json
 
-Everything that is compared takes turns in one process (OpenVINO in its own, between the others' turns), and a ratio is
-the median of the ratios of neighbours, so that what else the machine does hits both. ``--threads 1`` counts the time of
-the processor, which leaves out what other processes take: the choice on a machine that is not quiet.
+Everything that is compared takes turns (peers in processes of their own, between the others' turns), and a ratio is the
+median of the ratios of neighbours, so that what else the machine does hits both. ``--threads 1`` counts the time of the
+processor, which leaves out what other processes take: the choice on a machine that is not quiet; vLLM and llama.cpp
+take no part then. Twenty minutes on two cores with all peers.
 
     attention      GFLOP/s of the causal half only, as a share of the bf16 matrix product timed just before it
     prefill        tokens per second to the first token of one prompt of random ids
     decode         tokens per second of all sequences together
-    shares         where a step's time goes, one thread, processor time
+    shares         where a step's time goes
+    start          seconds from the start of the process until the gateway is ready, and its peak memory
 """
 
 import os
 import random
 import statistics
 import sys
-from collections import defaultdict
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import click
 import msgspec
@@ -29,8 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.model_store import resolve_model
+from engine.weights import open_checkpoint
 from eval.benches.kernel_records import AttentionResult, Comparison, EngineRate, KernelReport, Share
-from eval.benches.prefill_engines import CLOCKS, Clock, OpenVinoEngine, OwnEngine, PrefillEngine, TransformersEngine
+from eval.benches.peer_engines import LlamaCppEngine, OpenVinoEngine, VllmEngine
+from eval.benches.prefill_engines import CLOCKS, Clock, OwnEngine, PrefillEngine, TransformersEngine
+from eval.benches.start_probe import measure_start
 from eval.errors import EvalError
 from eval.manifest import make_machine_manifest
 from eval.records import encode_report
@@ -40,6 +45,9 @@ from kernels.native.library import NativeKernels, native_kernels, using_kernels
 
 LENGTHS = (512, 2048, 4096, 7900)
 OURS = "firsttoken bf16"
+OURS_INT8 = "firsttoken int8"
+_DEFAULT_MODEL = "smollm2-135m-instruct"
+_MAX_DECODE_ROUNDS = 4
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 9, 3, 64, 16
 _GEMM_SHAPE = (2048, 576, 2048)
 _LONG = 4096
@@ -142,44 +150,26 @@ def compare(
     )
 
 
-def measure_share(kernels: NativeKernels, model_path: Path, num_tokens: int) -> Share:
-    """Time in each kernel of one prefill, by the processor time of one thread."""
-    now = CLOCKS["processor"]
-    spent: dict[str, float] = defaultdict(float)
-
-    def timed(name: str, function: Any) -> Any:
-        def call(arguments: Any) -> Any:
-            started = now()
-            status = function(arguments)
-            spent[name] += now() - started
-            return status
-
-        return call
-
-    functions = {name: timed(name, function) for name, function in kernels.functions.items()}
-    num_threads = torch.get_num_threads()
-    engine = OwnEngine(
-        "shares",
-        model_path,
-        kernels=NativeKernels(kernels.isa, kernels.panel, functions),
-        num_threads=1,
-        max_model_len=num_tokens,
-        clock="processor",
+def measure_share(engine: OwnEngine, num_tokens: int, num_rounds: int) -> Share | None:
+    """Where the time of one prefill goes, the fastest of some; ``None`` where the layers are not one call."""
+    rounds = []
+    for _ in range(num_rounds):
+        measured = engine.layer_times(random_ids(num_tokens))
+        if measured is None:
+            return None
+        rounds.append(measured)
+    seconds, times = min(rounds, key=lambda measured: measured[0])
+    products, attention, norms, rotary = (
+        value / seconds for value in (times.products, times.attention, times.norms, times.rotary)
     )
-    rounds: list[tuple[float, dict[str, float]]] = []
-    for _ in range(4):
-        spent.clear()
-        total = engine.prefill(random_ids(num_tokens))
-        rounds.append((total, {name: value / total for name, value in spent.items()}))
-    torch.set_num_threads(num_threads)
-    _, parts = min(rounds, key=lambda timed_round: timed_round[0])
-    products = sum(value for name, value in parts.items() if name.startswith("linear"))
     return Share(
         num_tokens=num_tokens,
         products=products,
-        attention=parts["attention"],
-        other=1.0 - products - parts["attention"],
-        kernels=parts,
+        attention=attention,
+        other=1.0 - products - attention,
+        norms=norms,
+        rotary=rotary,
+        rest=1.0 - products - attention - norms - rotary,
     )
 
 
@@ -189,54 +179,102 @@ def random_ids(num_tokens: int) -> list[int]:
     return [generator.randrange(100, 40_000) for _ in range(num_tokens)]
 
 
-def over_best_peer(prefill: Sequence[Comparison]) -> float | None:
-    """Geometric mean over the lengths of ours over the faster peer; ``None`` without peers."""
+def over_best_peer(prefill: Sequence[Comparison], ours: str | None = None) -> float | None:
+    """Geometric mean over the lengths of ours over the fastest peer; ``None`` without peers.
+
+    ``ours`` names one of our engines, by default the one that ratios are formed with.
+    """
     ratios = []
     for comparison in prefill:
         peers = [rate.ours_over_it for rate in comparison.engines if not rate.name.startswith("firsttoken")]
-        if peers:
-            ratios.append(min(peers))
+        own = [rate.ours_over_it for rate in comparison.engines if rate.name == ours]
+        if peers and (ours is None or own):
+            ratios.append(min(peers) / (own[0] if own else 1.0))
     return statistics.geometric_mean(ratios) if ratios else None
 
 
-def run(console: Console, kernels: NativeKernels, options: "Options", openvino: Path | None) -> KernelReport:
+def start_peers(
+    stack: ExitStack, folder: Path, model_path: Path, transformers: TransformersEngine, settings: "EngineSettings"
+) -> tuple[list[PrefillEngine], dict[str, str], dict[str, str]]:
+    """Those whose environments are in ``folder``; their versions, and the settings that were chosen."""
+    engines: list[PrefillEngine] = []
+    versions, chosen = {}, {}
+    if (folder / "openvino").is_dir():
+        openvino = OpenVinoEngine(folder / "openvino", model_path, **settings)
+        engines.append(openvino)
+        versions[openvino.name] = openvino.version
+    if (folder / "llama").is_dir():
+        llama = LlamaCppEngine(folder / "llama", model_path, **settings)
+        engines.append(llama)
+        versions[llama.name], chosen[llama.name] = llama.version, " ".join(llama.settings)
+    if (folder / "vllm").is_dir() and settings["clock"] == "wall":
+        unpacked = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="firsttoken-bench-")))
+        transformers.save(unpacked)
+        vllm = VllmEngine(folder / "vllm", unpacked, **settings)
+        engines.append(vllm)
+        versions[vllm.name] = vllm.version
+    if not engines:
+        raise EvalError(f"{folder} holds none of openvino, llama and vllm; make them with eval/benches/peers/make_*.sh")
+    for engine in engines:
+        stack.callback(engine.close)
+    return engines, versions, chosen
+
+
+class EngineSettings(TypedDict):
+    """What all engines are made with."""
+
+    num_threads: int
+    clock: Clock
+
+
+def run(console: Console, kernels: NativeKernels, options: "Options", peers: Path | None) -> KernelReport:
     """Measure everything and print it as it comes."""
     torch.manual_seed(0)
     load_average = os.getloadavg()[0]
     clock: Clock = "processor" if options.num_threads == 1 else "wall"
     torch.set_num_threads(options.num_threads)
+    model_path = resolve_model(options.model)
+    start = None
+    if options.num_starts:
+        checkpoint = open_checkpoint(resolve_model(_DEFAULT_MODEL))
+        num_parameters = sum(values.numel() for _, values, _ in checkpoint.tensors())
+        longest = max(options.lengths)
+        start = measure_start(checkpoint.spec, num_parameters, longest, num_starts=options.num_starts)
+        console.print(
+            f"ready after {start.seconds_to_ready:.1f} s; peak memory {start.peak_bytes / 1e9:.2f} GB with "
+            f"{start.weight_bytes / 1e9:.2f} GB of weights and {start.kv_bytes / 1e9:.2f} GB of KV cache"
+        )
     attention = []
     for length in options.lengths:
         attention.append(measure_attention(kernels, length, clock=clock, num_rounds=_rounds(length, options)))
         _print_attention(console, attention[-1])
-    model_path = resolve_model(options.model)
-    shares = [measure_share(kernels, model_path, length) for length in options.lengths[:2]]
-    for share in shares:
-        console.print(
-            f"one prefill of {share.num_tokens:,}: products {share.products:.1%}, attention {share.attention:.1%}, "
-            f"all else {share.other:.1%}"
-        )
-    torch.set_num_threads(options.num_threads)
     with ExitStack() as stack:
-        settings: dict[str, Any] = {
-            "num_threads": options.num_threads,
-            "max_model_len": max(8192, *options.lengths),
-            "clock": clock,
-        }
+        settings: EngineSettings = {"num_threads": options.num_threads, "clock": clock}
+        max_model_len = max(8192, *options.lengths)
+        own = OwnEngine(OURS, model_path, kernels=kernels, max_model_len=max_model_len, **settings)
+        transformers = TransformersEngine(model_path, clock=clock)
         engines: list[PrefillEngine] = [
-            OwnEngine(OURS, model_path, kernels=kernels, **settings),
-            OwnEngine(f"{OURS}, steps of 512", model_path, kernels=kernels, chunk_size=512, **settings),
-            OwnEngine("firsttoken int8", model_path, kernels=kernels, quantization="int8", **settings),
-            OwnEngine(f"{OURS}, no native kernels", model_path, kernels=None, **settings),
-            TransformersEngine(model_path, clock=clock),
+            own,
+            OwnEngine(
+                OURS_INT8, model_path, kernels=kernels, quantization="int8", max_model_len=max_model_len, **settings
+            ),
+            OwnEngine(f"{OURS}, no native kernels", model_path, kernels=None, max_model_len=max_model_len, **settings),
+            transformers,
         ]
-        version = None
-        if openvino is not None:
-            peer = OpenVinoEngine(openvino, model_path, num_threads=options.num_threads, clock=clock)
-            engines.append(peer)
-            version = peer.version
-        for engine in engines:
-            stack.callback(engine.close)
+        versions: dict[str, str] = {}
+        chosen: dict[str, str] = {}
+        if peers is not None:
+            found, versions, chosen = start_peers(stack, peers, model_path, transformers, settings)
+            engines += found
+        shares = []
+        for length in options.lengths:
+            share = measure_share(own, length, _rounds(length, options))
+            if share is not None:
+                shares.append(share)
+                console.print(
+                    f"one prefill of {share.num_tokens:,}: products {share.products:.1%}, attention "
+                    f"{share.attention:.1%}, all else {share.other:.1%}"
+                )
         prefill = []
         for length in options.lengths:
             ids = random_ids(length)
@@ -252,16 +290,15 @@ def run(console: Console, kernels: NativeKernels, options: "Options", openvino: 
             )
             _print_comparison(console, "prefill", prefill[-1])
         decode = []
-        # steps of 512 are the same as the first here
         for batch_size in (1, 8):
             decode.append(
                 compare(
-                    [engine for engine in engines if "steps of" not in engine.name],
+                    engines,
                     lambda engine, size=batch_size: engine.decode(size, _DECODE_CONTEXT, _DECODE_TOKENS),  # type: ignore[misc]
                     num_tokens=_DECODE_CONTEXT,
                     batch_size=batch_size,
                     computed_tokens=batch_size * _DECODE_TOKENS,
-                    num_rounds=options.max_rounds,
+                    num_rounds=min(options.max_rounds, _MAX_DECODE_ROUNDS),
                 )
             )
             _print_comparison(console, "decode", decode[-1])
@@ -270,12 +307,15 @@ def run(console: Console, kernels: NativeKernels, options: "Options", openvino: 
         isa=kernels.isa,
         clock=clock,
         load_average=load_average,
-        openvino_version=version,
+        peers=versions,
+        peer_settings=chosen,
         attention=attention,
         prefill=prefill,
         decode=decode,
         shares=shares,
         prefill_over_best_peer=over_best_peer(prefill),
+        int8_over_best_peer=over_best_peer(prefill, OURS_INT8),
+        start=start,
     )
 
 
@@ -310,17 +350,30 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...]
     num_threads: int
     max_rounds: int
+    num_starts: int
+    """Of the gateway, which serves the default model; 0 leaves that out."""
 
 
 @click.command()
-@click.option("--model", default="smollm2-135m-instruct", show_default=True, help="A GGUF file or catalogue name.")
+@click.option("--model", default=_DEFAULT_MODEL, show_default=True, help="A GGUF file or catalogue name.")
 @click.option("--length", "lengths", multiple=True, type=click.IntRange(min=2), help="Prompt length; several times.")
 @click.option("--threads", type=click.IntRange(min=1), help="By default one per core.")
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Most rounds.")
-@click.option("--openvino", type=click.Path(path_type=Path, exists=True), help="From peers/make_openvino.sh.")
+@click.option("--starts", type=click.IntRange(min=0), default=3, show_default=True, help="Of the gateway.")
+@click.option(
+    "--peers",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder with the environments openvino, llama, vllm, as peers/make_*.sh make them; those that are there.",
+)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON.")
 def main(
-    model: str, lengths: tuple[int, ...], threads: int | None, rounds: int, openvino: Path | None, output: Path | None
+    model: str,
+    lengths: tuple[int, ...],
+    threads: int | None,
+    rounds: int,
+    starts: int,
+    peers: Path | None,
+    output: Path | None,
 ) -> None:
     """Measure the native kernels."""
     console = Console(stderr=True)
@@ -332,9 +385,10 @@ def main(
         lengths=lengths or LENGTHS,
         num_threads=threads or torch.get_num_threads(),
         max_rounds=rounds,
+        num_starts=starts,
     )
     try:
-        result = run(console, kernels, options, openvino)
+        result = run(console, kernels, options, peers)
     except EvalError as error:
         raise click.ClickException(str(error)) from None
     if output is not None:

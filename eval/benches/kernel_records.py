@@ -46,9 +46,29 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     num_tokens: int
     products: float
+    """With the gates of the MLP, which are computed where the products are."""
     attention: float
     other: float
-    kernels: dict[str, float]
+    norms: float
+    rotary: float
+    """Head norms, rotation, store into the cache."""
+    rest: float
+    """Outside the layers, and between the kernels."""
+
+
+class StartResult(msgspec.Struct, frozen=True, kw_only=True):
+    """`firsttoken serve` with built kernels and the default model."""
+
+    seconds_to_ready: float
+    """From the start of the process to the first answer of /ready that says so; median."""
+    num_starts: int
+    num_prompt_tokens: int
+    peak_bytes: int
+    """Of all its processes together, after one long prompt."""
+    weight_bytes: int
+    kv_bytes: int
+    is_within_memory: bool
+    """At most weights, KV cache and a gigabyte."""
 
 
 class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +80,16 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
     """``processor`` on one thread, else ``wall``."""
     load_average: float
     """Processes that wanted a core, over the minute before the start."""
-    openvino_version: str | None
+    peers: dict[str, str]
+    """Name and version."""
+    peer_settings: dict[str, str]
+    """What was chosen for those that were given a choice."""
     attention: list[AttentionResult]
     prefill: list[Comparison]
     decode: list[Comparison]
     shares: list[Share]
     prefill_over_best_peer: float | None
-    """Geometric mean over the lengths of ours over the faster of the peers."""
+    """Geometric mean over the lengths of ours, bf16, over the fastest of the peers."""
+    int8_over_best_peer: float | None
+    """The same of our int8 weights and inputs."""
+    start: StartResult | None

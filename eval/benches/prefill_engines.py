@@ -1,13 +1,9 @@
-"""Engines that the kernel bench compares: ours in several settings, transformers, OpenVINO GenAI.
+"""Engines that the kernel bench compares, those of this process: ours in several settings, transformers.
 
-Each computes random ids of the same model file with the same number of threads. ``OpenVinoEngine`` runs in its own
-virtual environment, which ``peers/make_openvino.sh`` makes, and is asked over a pipe, so that it can take its turn
-among the others. Times are by the clock on the wall, or of the processor where one thread works.
+Each computes random ids of the same model file with the same number of threads. Times are by the clock on the wall, or
+of the processor where one thread works. For the others see ``peer_engines``.
 """
 
-import contextlib
-import json
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,16 +14,16 @@ import torch
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, QuantizationName
 from engine.model_runner import ModelRunner
+from engine.models.decoder import DecoderModel
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import ScheduledSequence, SchedulerOutput
 from eval.errors import EvalError
-from kernels.native.library import NativeKernels, using_kernels
+from kernels.native.library import DecoderTimes, NativeKernels, using_kernels
 
 Clock = Literal["wall", "processor"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
 
 _BLOCK_SIZE = 16
-_PEER = Path(__file__).parent / "peers" / "openvino_prefill.py"
 
 
 class PrefillEngine(Protocol):
@@ -35,8 +31,8 @@ class PrefillEngine(Protocol):
 
     name: str
 
-    def prefill(self, token_ids: Sequence[int]) -> float:
-        """Seconds from the ids of one prompt to its first token."""
+    def prefill(self, token_ids: Sequence[int]) -> float | None:
+        """Seconds from the ids of one prompt to its first token; ``None`` if its clock cannot be read."""
         ...
 
     def decode(self, batch_size: int, context_len: int, num_tokens: int) -> float | None:
@@ -96,6 +92,23 @@ class OwnEngine:
     def close(self) -> None:
         """Nothing runs."""
 
+    def layer_times(self, token_ids: Sequence[int]) -> tuple[float, DecoderTimes] | None:
+        """Seconds of one prefill, and where they went, both by the wall clock.
+
+        ``None`` where the layers are not computed in one call.
+        """
+        model = self._runner._model
+        native = model._native if isinstance(model, DecoderModel) else None
+        if native is None:
+            return None
+        native.times = times = DecoderTimes()
+        started = time.perf_counter()
+        try:
+            self.prefill(token_ids)
+            return time.perf_counter() - started, times
+        finally:
+            native.times = None
+
     def _step(self, scheduled: list[ScheduledSequence]) -> None:
         with using_kernels(self._kernels):
             result = self._runner.execute(SchedulerOutput(scheduled=scheduled))
@@ -150,51 +163,11 @@ class TransformersEngine:
             output = self._model(ids, past_key_values=output.past_key_values, logits_to_keep=1, use_cache=True)
         return self._now() - started
 
+    def save(self, folder: Path) -> None:
+        """Write the model as a folder that other engines read; its output layer is the embedding table."""
+        self._model.config.tie_word_embeddings = True
+        self._model.tie_weights()
+        self._model.save_pretrained(folder)
+
     def close(self) -> None:
         """Nothing runs."""
-
-
-class OpenVinoEngine:
-    """OpenVINO GenAI on the same file: its own 4-bit weights and 8-bit activations, bf16 elsewhere."""
-
-    name = "openvino genai"
-
-    def __init__(self, environment: Path, model_path: Path, *, num_threads: int, clock: Clock = "wall") -> None:
-        self._clock = clock
-        python = environment / "bin" / "python"
-        if not python.is_file():
-            raise EvalError(f"there is no {python.name} in {environment.name}; make it with peers/make_openvino.sh")
-        command = [str(python), str(_PEER), str(model_path), "--threads", str(num_threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.version = str(self._answer()["version"])
-
-    def prefill(self, token_ids: Sequence[int]) -> float:
-        """See ``PrefillEngine``; it draws as many ids itself."""
-        return self._ask(len(token_ids), 1)
-
-    def decode(self, batch_size: int, context_len: int, num_tokens: int) -> float | None:
-        """See ``PrefillEngine``: what further tokens take on top of the first."""
-        if batch_size != 1:
-            return None
-        return self._ask(context_len, num_tokens + 1) - self._ask(context_len, 1)
-
-    def close(self) -> None:
-        """End the process."""
-        with contextlib.suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        self._process.wait(timeout=30)
-
-    def _ask(self, num_tokens: int, num_new: int) -> float:
-        assert self._process.stdin is not None, "the process was started with a pipe"
-        self._process.stdin.write(f"{num_tokens} {num_new}\n")
-        self._process.stdin.flush()
-        return float(self._answer()[self._clock])
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "the process was started with a pipe"
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise EvalError(f"OpenVINO ended with status {self._process.wait()}")
