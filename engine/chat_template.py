@@ -40,8 +40,11 @@ _RESERVED = ("messages", "tools", "add_generation_prompt", "documents")
 class ChatTokenizer:
     """Chat template and tokenizer of one model; satisfies ``reducer.tokens.TokenCounter``. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, is_bare: bool = False) -> None:
         """``template`` is Jinja source; ``None`` takes the model's own, else ``CHATML_TEMPLATE``.
+
+        ``is_bare`` leaves out what is added to the template here: the prompt is the one of another engine, which takes
+        control tokens in messages for what they look like and drops tools that the template does not know.
 
         Raises ModelError when the source is no valid template.
         """
@@ -52,6 +55,7 @@ class ChatTokenizer:
         self.knows_tools = re.search(r"\btools\b", self.template) is not None
         """The template renders tools itself."""
         self._knows_developer = "developer" in self.template
+        self._is_bare = is_bare
         self._look_alikes = LookAlikes(tokenizer.control_tokens)
         try:
             self._compiled = _make_environment().from_string(self.template)
@@ -87,7 +91,12 @@ class ChatTokenizer:
         else:
             token_ids = self.tokenizer.encode(text, special=True)
         bos_token_id = self.tokenizer.bos_token_id
-        if self.tokenizer.add_bos_token and bos_token_id is not None and token_ids[:1] != [bos_token_id]:
+        if (
+            self.tokenizer.add_bos_token
+            and not self._is_bare
+            and bos_token_id is not None
+            and token_ids[:1] != [bos_token_id]
+        ):
             token_ids.insert(0, bos_token_id)
         return token_ids
 
@@ -126,13 +135,16 @@ class ChatTokenizer:
             raise ValueError(f"the template variable {reserved[0]!r} cannot be set")
         try:
             chat, functions = normalise_messages(messages), normalise_tools(tools)
-            if not self.knows_tools:
+            if not self.knows_tools and not self._is_bare:
                 chat, functions = describe_tools(chat, functions), []
-            if not self._knows_developer:
+            if not self._knows_developer and not self._is_bare:
                 for message in chat:
                     message["role"] = "system" if message["role"] == "developer" else message["role"]
-            masked = self._look_alikes.mask([chat, functions, kwargs], template=self.template)
-            chat, functions, variables = masked.value
+            originals: dict[int, str] = {}
+            variables: dict[str, Any] = kwargs
+            if not self._is_bare:
+                masked = self._look_alikes.mask([chat, functions, kwargs], template=self.template)
+                (chat, functions, variables), originals = masked.value, masked.originals
             text = self._compiled.render(
                 self.tokenizer.named_tokens
                 | variables
@@ -150,7 +162,7 @@ class ChatTokenizer:
         except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
             # a template that joins or looks up what these messages do not have
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
-        return text, masked.originals
+        return text, originals
 
 
 class _GenerationTag(Extension):

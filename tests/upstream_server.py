@@ -188,7 +188,8 @@ class Server:
         if behaviour.get("end") != "none":
             events.append(b"[DONE]")
         if "error_after" in behaviour:
-            error = {"message": "CUDA error", "type": "InternalServerError", "param": None, "code": 500}
+            code = behaviour.get("error_code", 500)
+            error = {"message": "CUDA error", "type": "InternalServerError", "param": None, "code": code}
             events[behaviour["error_after"] :] = [json.dumps({"error": error}).encode(), b"[DONE]"]
         newline = behaviour.get("newline", "\n").encode()
         writer.write(

@@ -23,7 +23,7 @@ from app.backends.upstream_body import RelayRequest, routing_key, upstream_body
 from app.backends.upstream_chunks import ChunkFacts, read_chunk
 from app.backends.upstream_client import UnreachableError, UpstreamClient, UpstreamResponse, replica_headers
 from app.backends.upstream_counting import load_counting_encoder
-from app.backends.upstream_errors import FAILED_STATUSES, RETRIED_STATUSES, broken_stream
+from app.backends.upstream_errors import FAILED_STATUSES, RETRIED_STATUSES, refused_stream
 from app.errors import UpstreamError
 from app.trace_context import UpstreamCall
 from app.waterfall import TimedJob
@@ -323,7 +323,7 @@ class OpenAIBackend:
                     if not first:
                         raise UnreachableError("the stream ended before its first event")
                     if first[0].data != DONE and (told := chunk_facts(first[0].data).error) is not None:
-                        raise broken_stream(told)
+                        raise refused_stream(first[0].data, told)
                     answer = UpstreamAnswer(
                         replica, response, first=first, idle_timeout_s=self._settings.idle_timeout_s
                     )

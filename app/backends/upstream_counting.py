@@ -74,7 +74,7 @@ def load_counting_encoder(settings: BackendSettings) -> PromptEncoder:
     except (ModelError, OSError, ValueError) as error:
         raise ConfigError(f"backend.tokenizer.name {counting.name!r} cannot be loaded: {error}") from error
     if counting.use_chat_template and tokenizer.chat_template:
-        return TemplateEncoder(counting, ChatTokenizer(tokenizer))
+        return TemplateEncoder(counting, ChatTokenizer(tokenizer, is_bare=True))
     return EstimatingEncoder(
         counting,
         lambda text: len(tokenizer.encode(text)),

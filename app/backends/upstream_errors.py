@@ -52,6 +52,18 @@ def upstream_refusal(status: int, body: bytes, retry_after: str | None, now_s: f
     return UpstreamError(text, status=502, type="server_error", retry_after_s=retry_after_s)
 
 
+def refused_stream(first: bytes, told: "ToldError") -> UpstreamError:
+    """The error for a stream whose first event is one: vLLM finds some mistakes after it has answered 200.
+
+    Its ``code`` is the status that it would have had.
+    """
+    if told.status is None:
+        return broken_stream(told)
+    refusal = upstream_refusal(told.status, first, None, 0.0)
+    refusal.upstream_status = told.status
+    return refusal
+
+
 def broken_stream(told: "ToldError") -> UpstreamError:
     """The error for an error frame in the middle of a stream."""
     text = f"The upstream broke off the answer: {told.message or 'it gave no reason'}"
@@ -65,6 +77,8 @@ class ToldError(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     param: str | None = None
     code: str | None = None
+    status: int | None = None
+    """HTTP status that the error itself names."""
 
 
 def read_error(body: bytes) -> ToldError:
@@ -86,6 +100,7 @@ def read_error(body: bytes) -> ToldError:
         type=_text(error.get("type")),
         param=_text(error.get("param")),
         code=_text(error.get("code")),
+        status=_status(error.get("code")),
     )
 
 
@@ -108,6 +123,10 @@ def parse_retry_after(value: str | None, now_s: float) -> float | None:
 def _text(value: Any) -> str | None:
     """Codes are strings or null; vLLM repeats the status as a number there, which says nothing new."""
     return value if isinstance(value, str) and value else None
+
+
+def _status(value: Any) -> int | None:
+    return value if type(value) is int and 400 <= value <= 599 else None
 
 
 def _context_code(message: str) -> str | None:

