@@ -137,7 +137,7 @@ class ChatTokenizer:
             chat, functions = normalise_messages(messages), normalise_tools(tools)
             if not self.knows_tools and not self._is_bare:
                 chat, functions = describe_tools(chat, functions), []
-            if not self._knows_developer and not self._is_bare:
+            if not self._knows_developer:
                 for message in chat:
                     message["role"] = "system" if message["role"] == "developer" else message["role"]
             originals: dict[int, str] = {}

@@ -53,13 +53,6 @@ class Vllm:
         lines = httpx.get(f"{self.url}/metrics", timeout=20).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
-    @property
-    def num_aborted(self) -> float:
-        """Requests that ended because nobody wanted the rest."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=20).text.splitlines()
-        told = [line for line in lines if line.startswith("vllm:request_success_total") and 'reason="abort"' in line]
-        return sum(float(line.rpartition(" ")[2]) for line in told)
-
     def kill(self) -> None:
         """Ends it and its engine at once."""
         with contextlib.suppress(ProcessLookupError):

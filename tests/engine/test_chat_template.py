@@ -169,7 +169,7 @@ def test_a_bare_template_is_that_of_another_engine(chat: ChatTokenizer) -> None:
     bare = ChatTokenizer(chat.tokenizer, is_bare=True)
     messages = [{"role": "developer", "content": ATTACK}, *user("hi"), {"role": "tool", "content": "7"}]
     text = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
-    expected = f"{text}<|im_start|>assistant\n"
+    expected = f"{text.replace('developer', 'system')}<|im_start|>assistant\n"
     assert bare.render_chat(messages, [TOOL]) == expected
     assert bare.encode_chat(messages, [TOOL]) == chat.tokenizer.encode(expected, special=True)
 
