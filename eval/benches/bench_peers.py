@@ -45,7 +45,7 @@ from eval.launcher import started_gateway
 from eval.load import run_load, warm_up_requests
 from eval.load_records import DEFINITIONS, RequestRecord
 from eval.load_summary import summarise_bucket
-from eval.manifest import DataFile, make_manifest
+from eval.manifest import DataFile, Manifest, make_manifest
 from eval.peers_page import MARKS, print_peers, readme_table
 from eval.peers_records import PeerArm, PeersReport
 from eval.peers_summary import compare_servers, requirements
@@ -268,6 +268,18 @@ def _last_line(text: str) -> str:
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
 
+def peers_manifest(dataset: Dataset, options: Options) -> Manifest:
+    """What the run is made with; taken before it, for the checkout may change meanwhile."""
+    return make_manifest(
+        dataset=dataset,
+        settings={**msgspec.to_builtins(options), "data": "nq-redundant with the questions of nq"},
+        seed=options.seed,
+        model=MODEL,
+        max_model_len=CONTEXT,
+        started_gateway=True,
+    )
+
+
 def make_report(
     bench: Bench,
     peers: Sequence[Peer],
@@ -275,6 +287,7 @@ def make_report(
     order: list[list[str]],
     datasets: Sequence[Dataset],
     options: Options,
+    manifest: Manifest,
 ) -> PeersReport:
     """The whole result."""
     stages = ("alone", "pass1", "pass2")
@@ -301,14 +314,7 @@ def make_report(
     ]
     num_failed = sum(record.status != "ok" for records in passes(OURS) for record in records)
     return PeersReport(
-        manifest=make_manifest(
-            dataset=datasets[0],
-            settings={**msgspec.to_builtins(options), "data": "nq-redundant with the questions of nq"},
-            seed=options.seed,
-            model=MODEL,
-            max_model_len=CONTEXT,
-            started_gateway=True,
-        ),
+        manifest=manifest,
         data_files=[
             DataFile(
                 name=dataset.name,
@@ -364,6 +370,7 @@ def main(
     peers = [peer for peer in make_peers(folder.resolve(), resolve_model(MODEL)) if not only or peer.name in only]
     try:
         datasets = [read_dataset(data / "nq-redundant.jsonl.gz"), read_dataset(data / "nq.jsonl.gz")]
+        manifest = peers_manifest(datasets[0], options)
         trace_file = work / "trace.json.gz"
         if fresh:
             for file in work.glob("*.json*"):
@@ -373,7 +380,7 @@ def main(
                 write_trace(trace_file, datasets[0], datasets[1], options)
         bench = Bench(console, *read_peer_trace(trace_file), work)
         plan, order = run_bench(bench, peers, options, begun)
-        report = make_report(bench, peers, plan, order, datasets, options)
+        report = make_report(bench, peers, plan, order, datasets, options, manifest)
     except (EvalError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     print_peers(console, report)

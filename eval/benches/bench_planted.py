@@ -210,6 +210,15 @@ def main(data: Path, output: Path | None, **settings: Any) -> None:
     file = data / "nq-redundant.jsonl.gz"
     try:
         dataset = read_dataset(file, limit=settings["limit"])
+        # Before the runs: what is committed meanwhile is not what was measured.
+        manifest = make_manifest(
+            dataset=dataset,
+            settings=settings,
+            seed=0,
+            model="smollm2-135m-instruct",
+            max_model_len=None,
+            started_gateway=True,
+        )
         with tempfile.TemporaryDirectory() as name, console.status("running the gates"):
             folder = Path(name)
             runs = quantization_runs(settings["max_length"], folder)
@@ -218,14 +227,7 @@ def main(data: Path, output: Path | None, **settings: Any) -> None:
         raise click.ClickException(str(error)) from None
     twins = [run for run in runs if run.name == TWINS]
     report = PlantedReport(
-        manifest=make_manifest(
-            dataset=dataset,
-            settings=settings,
-            seed=0,
-            model="smollm2-135m-instruct",
-            max_model_len=None,
-            started_gateway=True,
-        ),
+        manifest=manifest,
         gates=[GATE, DROP_GATE],
         runs=runs,
         num_twin_runs=len(twins),

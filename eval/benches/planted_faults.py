@@ -6,6 +6,7 @@
 The product has no switch for any of them: they exist here, to show that the gates notice.
 """
 
+import runpy
 import sys
 from collections.abc import Callable
 
@@ -51,9 +52,7 @@ def main() -> None:
     """The first argument names the fault, the others are those of ``firsttoken``."""
     name = sys.argv.pop(1)
     FAULTS[name]()
-    from app.cli import main as firsttoken
-
-    firsttoken()
+    runpy.run_module("app.cli", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from factories_eval import make_case, make_chunk
 from rich.console import Console
 
 from eval.benches import bench_peers
-from eval.benches.bench_peers import Bench, Options, StageRun, make_plan, make_report, run_bench
+from eval.benches.bench_peers import Bench, Options, StageRun, make_plan, make_report, peers_manifest, run_bench
 from eval.benches.peers_servers import OURS, Peer, descendants_mib, make_peers
 from eval.benches.peers_workload import (
     PeerTrace,
@@ -222,7 +222,7 @@ def _run(work: Path, peers: list[Peer], options: Options) -> Any:
     sha256 = write_peer_trace(work / "trace.json.gz", _trace())
     bench = Bench(Console(quiet=True), _trace(), sha256, work)
     plan, order = run_bench(bench, peers, options, time.monotonic())
-    return make_report(bench, peers, plan, order, _datasets(), options)
+    return make_report(bench, peers, plan, order, _datasets(), options, peers_manifest(_datasets()[0], options))
 
 
 def test_servers_are_measured_in_both_orders_kept_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
