@@ -5,6 +5,7 @@ word and are also indexed by their parts, so an exact match outweighs a partial 
 """
 
 import logging
+import math
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -133,6 +134,23 @@ def stem(word: str) -> str:
     if word.endswith("ed") and len(word) > 5:
         return word[:-2]
     return word
+
+
+def covered_share(corpus: Sequence[Sequence[str]], query: Sequence[str]) -> float:
+    """How much of a query the text with most of it holds, 0 to 1, its words weighed by how rare they are.
+
+    A word that no text holds weighs most: the texts say it in other words, or not at all. 1 for a query without words.
+    """
+    texts = [set(tokens) for tokens in corpus]
+    weights: dict[str, float] = {}
+    for word in query:
+        num_texts = sum(word in text for text in texts)
+        weights[word] = math.log(1.0 + (len(texts) - num_texts + 0.5) / (num_texts + 0.5))
+    total = sum(weights.values())
+    if total <= 0.0:
+        return 1.0
+    held = (sum(weight for word, weight in weights.items() if word in text) for text in texts)
+    return max(held, default=0.0) / total
 
 
 def bm25_scores(corpus: Sequence[Sequence[str]], query: Sequence[str]) -> FloatArray:

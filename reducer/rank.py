@@ -14,7 +14,7 @@ import numpy as np
 
 from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
-from reducer.lexical import bm25_scores, guess_language, words
+from reducer.lexical import bm25_scores, covered_share, guess_language, words
 from reducer.links import link_gains, named_in, read_names
 from reducer.reranker import Reranker
 from reducer.sentences import is_code, split_windows
@@ -26,6 +26,11 @@ FOREIGN_SHARE = 0.5
 """What is left of the encoder's weight for a question in a language it was not trained for."""
 CODE_SHARE = 0.5
 """What is left of the weight of words where most passages are code."""
+UNCOVERED = 0.2
+"""Where no passage holds more of the question's words, rare ones counting most, words tell nothing: it is asked in
+other words than it is answered in."""
+COVERED = 0.4
+"""Where one holds as much, words have their full weight."""
 NO_SIMILARITY = 0.25
 """Share of the best similarity that says nothing."""
 
@@ -81,7 +86,9 @@ def rank(
                 degraded = f"encoder failed ({type(error).__name__}): ranked by BM25"
     retriever = _retriever_scores(candidates)
     num_code = sum(is_code(candidate.passage.text) for candidate in candidates)
-    scores = fuse(lexical, semantic, retriever, weigh(query, config, is_code=2 * num_code > len(candidates)))
+    coverage = covered_share([query.words_of(text) for text in windows.texts], query.words_of(query.text))
+    weights = weigh(query, config, is_code=2 * num_code > len(candidates), coverage=coverage)
+    scores = fuse(lexical, semantic, retriever, weights)
     if reranker is not None and config.reranker_weight > 0:
         try:
             scores = _reread(scores, windows, lexical_windows, query, config, reranker)
@@ -102,16 +109,18 @@ def knows_language(query: Query, config: RankConfig) -> bool:
     return language is None or not config.encoder_languages or language in config.encoder_languages
 
 
-def weigh(query: Query, config: RankConfig, *, is_code: bool = False) -> RankConfig:
+def weigh(query: Query, config: RankConfig, *, is_code: bool = False, coverage: float = 1.0) -> RankConfig:
     """The weights for this question: an encoder that does not know its language counts half, and so do words in code.
 
-    Identifiers are written as nobody asks for them; an exact one is still found by BM25 alone.
+    Identifiers are written as nobody asks for them; an exact one is still found by BM25 alone. Words count less as well
+    the less of them the passages hold (``coverage``, as by ``covered_share``).
     """
     if not knows_language(query, config):
         to_words = config.semantic_weight * (1.0 - FOREIGN_SHARE)
-    elif is_code:
-        to_words = -config.lexical_weight * (1.0 - CODE_SHARE)
     else:
+        share = min(max((coverage - UNCOVERED) / (COVERED - UNCOVERED), 0.0), 1.0) * (CODE_SHARE if is_code else 1.0)
+        to_words = -config.lexical_weight * (1.0 - share)
+    if to_words == 0.0:
         return config
     return msgspec.structs.replace(
         config,

@@ -1,8 +1,9 @@
 """Index words and BM25."""
 
 import numpy as np
+import pytest
 
-from reducer.lexical import bm25_scores, stem, words
+from reducer.lexical import bm25_scores, covered_share, stem, words
 
 
 def test_identifiers_stay_whole_and_are_indexed_by_parts() -> None:
@@ -51,3 +52,13 @@ def test_no_shared_word_scores_zero() -> None:
     np.testing.assert_array_equal(bm25_scores([["a"], []], ["b"]), [0, 0])
     np.testing.assert_array_equal(bm25_scores([[], []], ["b"]), [0, 0])
     np.testing.assert_array_equal(bm25_scores([["a"]], []), [0])
+
+
+def test_covered_share_is_that_of_the_text_with_most_of_the_query() -> None:
+    corpus = [["apple", "pear"], ["apple"], ["plum"]]
+    assert covered_share(corpus, ["apple", "pear"]) == pytest.approx(1)
+    assert covered_share(corpus, ["cherry"]) == 0
+    assert covered_share(corpus, []) == 1
+    assert covered_share([], ["apple"]) == 0
+    assert covered_share(corpus, ["apple", "quince"]) < 0.5  # a rare word weighs more
+    assert covered_share(corpus, ["pear", "pear", "quince"]) == covered_share(corpus, ["pear", "quince"])

@@ -118,3 +118,25 @@ def test_a_request_reads_the_words_of_a_passage_once(monkeypatch: pytest.MonkeyP
     first = rank(candidates, query, RankConfig(), None)
     assert rank(candidates, query, RankConfig(), None) == first
     assert len(read) == len(set(read)) > 0
+
+
+def test_words_count_less_where_passages_hold_few_of_the_question() -> None:
+    query = Query("how to sort a list")
+    full, half, none = (weigh(query, RankConfig(), coverage=share) for share in (0.4, 0.3, 0.1))
+    assert full == weigh(query, RankConfig())
+    assert half.lexical_weight == pytest.approx(full.lexical_weight / 2)
+    assert none.lexical_weight == 0
+    assert none.lexical_weight + none.semantic_weight == pytest.approx(full.lexical_weight + full.semantic_weight)
+
+
+def test_a_question_that_no_passage_words_alike_is_answered_by_meaning() -> None:
+    class Meaning:
+        """Takes the second passage for what is asked, the first one for something near it."""
+
+        def encode(self, texts: Sequence[str]) -> FloatArray:
+            return np.asarray([[0.7, 0.7141] if "lunch" in text else [1.0, 0.0] for text in texts], np.float32)
+
+    passages = make_passages("the talk came to the weather and to lunch.", "they chose rubber for the case.")
+    long_question = "Summarise the talk concerning components, materials, shapes, colours and ergonomics"
+    assert ranked(passages, long_question, encoder=Meaning()) == ["d2", "d1"]
+    assert ranked(passages, "What about the talk?", encoder=Meaning()) == ["d1", "d2"]
