@@ -36,7 +36,7 @@ def struct_of(tree: Mapping[str, Any], kind: type[S], path: str = "") -> S:
 
 @functools.cache
 def _fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    """The fields of a Struct by their names in TOML; finding them costs more than a table of ten thousand tenants may."""
+    """The fields of a Struct by their names in TOML; found once, because ten thousand tenants ask for them."""
     return {entry.encode_name: entry for entry in msgspec.structs.fields(kind)}
 
 

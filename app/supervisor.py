@@ -26,6 +26,7 @@ from app.auth import account_limits
 from app.errors import ConfigError
 from app.settings import Settings
 from app.siblings import PLACE_VARIABLE, ProcessPlace
+from app.terminal import Terminal
 
 MAX_PAUSE_S = 10.0
 STEADY_S = 30.0
@@ -69,6 +70,7 @@ class Supervisor:
         self._ready: set[int] = set()
         self._is_announced = False
         self._stop = asyncio.Event()
+        self._terminal = Terminal()
         self._log = structlog.get_logger("firsttoken.supervisor")
 
     async def run(self) -> None:
@@ -156,6 +158,9 @@ class Supervisor:
 
     def _reload(self) -> None:
         """Tells those that listen for it; one that is being started would die of it, and reads the file anyway."""
+        if self._terminal.is_closed:
+            self._stop.set()
+            return
         for index in self._ready & self._running.keys():
             with contextlib.suppress(ProcessLookupError):
                 self._running[index].send_signal(signal.SIGHUP)

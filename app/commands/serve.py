@@ -29,6 +29,7 @@ from app.logs import configure_logging
 from app.settings import ServerSettings, Settings
 from app.siblings import ProcessPlace, Siblings
 from app.supervisor import Supervisor, check_processes
+from app.terminal import Terminal
 from engine.config import DType, KVCacheDType, QuantizationName
 from engine.errors import EngineError
 from engine.outputs import ModelInfo
@@ -277,10 +278,10 @@ async def following(reloader: ConfigReloader, stop: asyncio.Event) -> AsyncItera
     """
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[Any]] = {asyncio.create_task(reloader.watch())}
-    had_terminal = has_terminal()
+    terminal = Terminal()
 
     def on_hangup() -> None:
-        if had_terminal and not has_terminal():
+        if terminal.is_closed:
             stop.set()
             return
         task = asyncio.create_task(reloader.reload("sighup"))
@@ -295,15 +296,6 @@ async def following(reloader: ConfigReloader, stop: asyncio.Event) -> AsyncItera
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def has_terminal() -> bool:
-    """Whether this process has a terminal that is still there."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
-    except OSError:
-        return False
-    return True
 
 
 def precision(info: ModelInfo) -> str:

@@ -106,7 +106,7 @@ async def test_the_gateway_counts_what_the_engine_counts_with_tools_and_template
         metrics = (await http.get("/metrics")).text
     assert answer["usage"]["prompt_tokens"] == answer["firsttoken"]["prompt_tokens"]
     assert backend.requests[0].tools == [tool]
-    assert "firsttoken_prompt_count_mismatch_total{" not in metrics
+    assert 'firsttoken_prompt_count_mismatch_total{model_name="default"} 0.0' in metrics
 
 
 async def test_the_reasoning_effort_reaches_the_template_and_unknown_fields_are_named() -> None:

@@ -251,7 +251,8 @@ async def test_template_tools_and_turns_are_counted_as_the_engine_counts_them(ht
         answer = (await http.post(URL, json=make_body(messages=messages, **fields), headers=bearer())).json()
         assert answer["usage"]["prompt_tokens"] == answer["firsttoken"]["prompt_tokens"]
         assert answer["usage"]["prompt_tokens"] > len(msgspec.json.encode(fields.get("tools", [])))
-    assert "firsttoken_prompt_count_mismatch_total{" not in (await http.get("/metrics")).text
+    metrics = (await http.get("/metrics")).text
+    assert 'firsttoken_prompt_count_mismatch_total{model_name="default"} 0.0' in metrics
 
 
 async def test_starting_and_serving_opens_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

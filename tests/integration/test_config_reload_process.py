@@ -6,6 +6,7 @@ import os
 import signal
 import termios
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,15 @@ def test_a_bad_file_is_told_and_the_gateway_goes_on_until_a_good_one_comes(tmp_p
     assert [entry["key"] for entry in failed] == ["tenants.acme.requests_per_minut"]
 
 
-def test_a_terminal_that_closes_ends_the_gateway(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_terminal_that_closes_ends_the_gateway(tmp_path: Path, num_processes: int) -> None:
     with running_upstream() as upstream:
-        file = ConfigFile(tmp_path, config_toml(tenant_toml("acme", ACME), backend_toml(upstream)))
+        file = ConfigFile(
+            tmp_path,
+            config_toml(
+                tenant_toml("acme", ACME), backend_toml(upstream), server=f"port = 0\nnum_processes = {num_processes}"
+            ),
+        )
         main, terminal = os.openpty()
 
         def take_terminal() -> None:
@@ -133,10 +140,12 @@ def test_a_terminal_that_closes_ends_the_gateway(tmp_path: Path) -> None:
 
         with serving_file(file, stdin=terminal, preexec_fn=take_terminal) as served:
             os.close(terminal)
-            assert served.reload()["state"] == "current"
+            served.signal()
+            time.sleep(0.5)
             assert served.process.poll() is None
+            assert status_of(served, ACME) == 200
             os.close(main)
-            assert served.process.wait(20) == 0
+            assert served.process.wait(30) == 0
 
 
 def test_many_signals_in_a_row_change_nothing_and_sigterm_ends_it(tmp_path: Path) -> None:
@@ -148,6 +157,25 @@ def test_many_signals_in_a_row_change_nothing_and_sigterm_ends_it(tmp_path: Path
             assert served.reload()["generation"] == 1
             served.signal(signal.SIGTERM)
             assert served.process.wait(20) == 0
+
+
+def test_several_processes_follow_the_file_together(tmp_path: Path) -> None:
+    with running_upstream() as upstream:
+        server = "port = 0\nnum_processes = 2"
+        file = ConfigFile(tmp_path, config_toml(tenant_toml("acme", ACME), backend_toml(upstream), server=server))
+        with serving_file(file) as served:
+            file.write(config_toml(tenant_toml("initech", INITECH), backend_toml(upstream), server=server))
+            served.signal()
+
+            def answers() -> set[tuple[int, int]]:
+                """Connections of their own, which the kernel shares out."""
+                return {(status_of(served, ACME), status_of(served, INITECH)) for _ in range(12)}
+
+            assert wait_until(lambda: answers() == {(401, 200)}, timeout_s=20)
+            served.signal(signal.SIGTERM)
+            assert served.process.wait(30) == 0
+            log = served.log.read_text()
+    assert sum(entry.get("event") == "config_reloaded" for entry in entries_of(log)) == 2
 
 
 def entries_of(log: str) -> list[dict[str, Any]]:
