@@ -18,11 +18,9 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypedDict
 
 import click
 import msgspec
@@ -32,8 +30,8 @@ from rich.table import Table
 
 from engine.model_store import resolve_model
 from engine.weights import open_checkpoint
-from eval.benches.kernel_records import AttentionResult, Comparison, EngineRate, KernelReport, Share
-from eval.benches.peer_engines import LlamaCppEngine, OpenVinoEngine, VllmEngine
+from eval.benches.kernel_records import AttentionResult, Comparison, EngineRate, KernelReport, Share, StartResult
+from eval.benches.peer_engines import EngineSettings, start_peers
 from eval.benches.prefill_engines import CLOCKS, Clock, OwnEngine, PrefillEngine, TransformersEngine
 from eval.benches.start_probe import measure_start
 from eval.errors import EvalError
@@ -193,40 +191,6 @@ def over_best_peer(prefill: Sequence[Comparison], ours: str | None = None) -> fl
     return statistics.geometric_mean(ratios) if ratios else None
 
 
-def start_peers(
-    stack: ExitStack, folder: Path, model_path: Path, transformers: TransformersEngine, settings: "EngineSettings"
-) -> tuple[list[PrefillEngine], dict[str, str], dict[str, str]]:
-    """Those whose environments are in ``folder``; their versions, and the settings that were chosen."""
-    engines: list[PrefillEngine] = []
-    versions, chosen = {}, {}
-    if (folder / "openvino").is_dir():
-        openvino = OpenVinoEngine(folder / "openvino", model_path, **settings)
-        engines.append(openvino)
-        versions[openvino.name] = openvino.version
-    if (folder / "llama").is_dir():
-        llama = LlamaCppEngine(folder / "llama", model_path, **settings)
-        engines.append(llama)
-        versions[llama.name], chosen[llama.name] = llama.version, " ".join(llama.settings)
-    if (folder / "vllm").is_dir() and settings["clock"] == "wall":
-        unpacked = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="firsttoken-bench-")))
-        transformers.save(unpacked)
-        vllm = VllmEngine(folder / "vllm", unpacked, **settings)
-        engines.append(vllm)
-        versions[vllm.name] = vllm.version
-    if not engines:
-        raise EvalError(f"{folder} holds none of openvino, llama and vllm; make them with eval/benches/peers/make_*.sh")
-    for engine in engines:
-        stack.callback(engine.close)
-    return engines, versions, chosen
-
-
-class EngineSettings(TypedDict):
-    """What all engines are made with."""
-
-    num_threads: int
-    clock: Clock
-
-
 def run(console: Console, kernels: NativeKernels, options: "Options", peers: Path | None) -> KernelReport:
     """Measure everything and print it as it comes."""
     torch.manual_seed(0)
@@ -240,10 +204,7 @@ def run(console: Console, kernels: NativeKernels, options: "Options", peers: Pat
         num_parameters = sum(values.numel() for _, values, _ in checkpoint.tensors())
         longest = max(options.lengths)
         start = measure_start(checkpoint.spec, num_parameters, longest, num_starts=options.num_starts)
-        console.print(
-            f"ready after {start.seconds_to_ready:.1f} s; peak memory {start.peak_bytes / 1e9:.2f} GB with "
-            f"{start.weight_bytes / 1e9:.2f} GB of weights and {start.kv_bytes / 1e9:.2f} GB of KV cache"
-        )
+        _print_start(console, start)
     attention = []
     for length in options.lengths:
         attention.append(measure_attention(kernels, length, clock=clock, num_rounds=_rounds(length, options)))
@@ -322,6 +283,14 @@ def run(console: Console, kernels: NativeKernels, options: "Options", peers: Pat
 def _rounds(num_tokens: int, options: "Options") -> int:
     """Fewer of what takes long."""
     return max(2, min(options.max_rounds, 8192 // num_tokens))
+
+
+def _print_start(console: Console, start: StartResult) -> None:
+    console.print(
+        f"ready after {start.seconds_to_ready:.1f} s; memory of the engine {start.engine_peak_bytes / 1e9:.2f} GB, "
+        f"of all processes {start.total_peak_bytes / 1e9:.2f} GB; weights {start.weight_bytes / 1e9:.2f} GB, "
+        f"KV cache {start.kv_bytes / 1e9:.2f} GB"
+    )
 
 
 def _print_attention(console: Console, result: AttentionResult) -> None:

@@ -63,12 +63,14 @@ class StartResult(msgspec.Struct, frozen=True, kw_only=True):
     """From the start of the process to the first answer of /ready that says so; median."""
     num_starts: int
     num_prompt_tokens: int
-    peak_bytes: int
-    """Of all its processes together, after one long prompt."""
+    engine_peak_bytes: int
+    """Of the engine's process, after one long prompt."""
+    total_peak_bytes: int
+    """Sum of the peaks of all processes; what they share, libraries above all, counts in each."""
     weight_bytes: int
     kv_bytes: int
     is_within_memory: bool
-    """At most weights, KV cache and a gigabyte."""
+    """The engine needs at most weights, KV cache and a gigabyte."""
 
 
 class KernelReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,16 +12,25 @@ import contextlib
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from eval.benches.prefill_engines import Clock
+from eval.benches.prefill_engines import Clock, PrefillEngine, TransformersEngine
 from eval.errors import EvalError
 
 _PEERS = Path(__file__).parent / "peers"
 _TUNING_TOKENS = 1024
 _PROGRAM_TIMEOUT_S = 600.0
+
+
+class EngineSettings(TypedDict):
+    """What all engines are made with."""
+
+    num_threads: int
+    clock: Clock
 
 
 class _PipedEngine:
@@ -178,3 +187,30 @@ class LlamaCppEngine:
         if done.returncode:
             raise EvalError(f"{program} ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
         return done.stdout
+
+
+def start_peers(
+    stack: ExitStack, folder: Path, model_path: Path, transformers: TransformersEngine, settings: EngineSettings
+) -> tuple[list[PrefillEngine], dict[str, str], dict[str, str]]:
+    """Those whose environments are in ``folder``; their versions, and the settings that were chosen."""
+    engines: list[PrefillEngine] = []
+    versions, chosen = {}, {}
+    if (folder / "openvino").is_dir():
+        openvino = OpenVinoEngine(folder / "openvino", model_path, **settings)
+        engines.append(openvino)
+        versions[openvino.name] = openvino.version
+    if (folder / "llama").is_dir():
+        llama = LlamaCppEngine(folder / "llama", model_path, **settings)
+        engines.append(llama)
+        versions[llama.name], chosen[llama.name] = llama.version, " ".join(llama.settings)
+    if (folder / "vllm").is_dir() and settings["clock"] == "wall":
+        unpacked = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="firsttoken-bench-")))
+        transformers.save(unpacked)
+        vllm = VllmEngine(folder / "vllm", unpacked, **settings)
+        engines.append(vllm)
+        versions[vllm.name] = vllm.version
+    if not engines:
+        raise EvalError(f"{folder} holds none of openvino, llama and vllm; make them with eval/benches/peers/make_*.sh")
+    for engine in engines:
+        stack.callback(engine.close)
+    return engines, versions, chosen

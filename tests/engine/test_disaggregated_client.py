@@ -11,7 +11,8 @@ from factories_disaggregation import NUM_OUTPUT, NUM_TRANSFERRED, PROMPT, InProc
 from factories_engine import fake_generate
 
 from engine.config import EngineConfig, KVTransferConfig, TransferFailurePolicy
-from engine.disaggregated_client import DisaggregatedClient, _sum_steps
+from engine.disaggregated_client import DisaggregatedClient
+from engine.disaggregated_stats import sum_steps
 from engine.errors import EngineDeadError, EngineError
 from engine.outputs import GenerateRequest, RequestOutput
 from engine.sampling_params import SamplingParams
@@ -308,7 +309,7 @@ def test_steps_of_all_engines_that_have_reported_count_together() -> None:
     prefill.add(2048)
     decode.add(1)
     decode.add(2)
-    steps = _sum_steps([prefill.snapshot(), None, decode.snapshot()])
+    steps = sum_steps([prefill.snapshot(), None, decode.snapshot()])
     assert steps is not None
     assert (steps.sum, sum(steps.counts), steps.counts[0]) == (2051, 3, 1)
-    assert _sum_steps([None, None]) is None
+    assert sum_steps([None, None]) is None
