@@ -136,12 +136,16 @@ class TransformersEngine:
 
     def __init__(self, model_path: Path, *, clock: Clock = "wall") -> None:
         self._now = CLOCKS[clock]
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GgufConfig
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._model: Any = AutoModelForCausalLM.from_pretrained(
-                model_path.parent, gguf_file=model_path.name, dtype=torch.bfloat16, attn_implementation="sdpa"
+                model_path.parent,
+                gguf_file=model_path.name,
+                dtype=torch.bfloat16,
+                attn_implementation="sdpa",
+                quantization_config=GgufConfig(dequantize=True),
             ).eval()
 
     @torch.inference_mode()
@@ -165,6 +169,10 @@ class TransformersEngine:
 
     def save(self, folder: Path) -> None:
         """Write the model as a folder that other engines read; its output layer is the embedding table."""
+        # The weights are plain numbers by now; what is left of the file's quantization only forbids to write them.
+        self._model.hf_quantizer = None
+        if hasattr(self._model.config, "quantization_config"):
+            del self._model.config.quantization_config
         self._model.config.tie_word_embeddings = True
         self._model.tie_weights()
         self._model.save_pretrained(folder)
