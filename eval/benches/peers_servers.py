@@ -96,7 +96,6 @@ def _vllm(folder: Path) -> Peer:
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--served-model-name", "default", "--host", HOST, "--port", str(port), "--dtype", "bfloat16"),
             *("--max-model-len", str(CONTEXT), "--enable-prefix-caching", "--enable-prompt-tokens-details"),
-            "--enforce-eager",  # compiled for a CPU, this version answers wrongly in bf16, and is ready after 140 s
         ],
         environment={
             "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
