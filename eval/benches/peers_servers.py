@@ -136,7 +136,8 @@ def _llama_cpp(folder: Path) -> Peer:
         "llama.cpp",
         {
             "weights": "the GGUF's, unpacked to bf16",
-            "flash_attention": True,
+            "flash_attention": False,
+            "kv_cache_dtype": "bf16",
             "threads": NUM_THREADS,
             "slots": NUM_SLOTS,
             "context": CONTEXT,
@@ -146,7 +147,8 @@ def _llama_cpp(folder: Path) -> Peer:
         command=lambda port: [
             *(str(program), "--model", str(gguf), "--host", HOST, "--port", str(port), "--offline"),
             *("--threads", str(NUM_THREADS), "--threads-batch", str(NUM_THREADS), "--parallel", str(NUM_SLOTS)),
-            *("--flash-attn", "on"),
+            # at 4,096 tokens 1.2 times as fast as with its flash attention, 3 times as fast as that on a bf16 cache
+            *("--flash-attn", "off", "--cache-type-k", "bf16", "--cache-type-v", "bf16"),
             # the context is divided among the slots
             *("--ctx-size", str(CONTEXT * NUM_SLOTS), "--cache-prompt", "--cache-ram", str(CACHE_GIB * 1024)),
             *("--no-webui", "--jinja", "--log-disable"),
