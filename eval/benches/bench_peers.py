@@ -205,6 +205,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
 
 
+class KeptPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan with what it depends on; another one makes it anew."""
+
+    plan: Plan
+    made_for: list[Any]
+
+
 def make_plan(alone: Sequence[StageRun], options: Options, elapsed_s: float) -> Plan:
     """The common rate, and as many requests as the time left allows. Raises EvalError where no server answered."""
     means = [
@@ -227,11 +234,16 @@ def run_bench(bench: Bench, peers: Sequence[Peer], options: Options, begun: floa
     alone = [bench.stage(peer, "alone", bench.trace.warm_up, 0.0) for peer in ready]
     ready = [peer for peer, run in zip(ready, alone, strict=True) if run.error is None]
     plan_file = bench.work / "plan.json"
+    made_for = [msgspec.to_builtins(options), [run.identity for run in alone]]
     try:
-        plan = msgspec.json.decode(plan_file.read_bytes(), type=Plan)
+        kept = msgspec.json.decode(plan_file.read_bytes(), type=KeptPlan)
     except (OSError, msgspec.MsgspecError):
+        kept = None
+    if kept is not None and kept.made_for == made_for:
+        plan = kept.plan
+    else:
         plan = make_plan([run for run in alone if run.error is None], options, time.monotonic() - begun)
-        plan_file.write_bytes(msgspec.json.encode(plan))
+        plan_file.write_bytes(msgspec.json.encode(KeptPlan(plan=plan, made_for=made_for)))
     bench.console.print(
         f"{plan.num_requests} requests a pass at {plan.rate:.3f} a second: {plan.utilisation:.0%} of what the slowest "
         "server can do",
