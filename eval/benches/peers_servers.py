@@ -22,7 +22,7 @@ CACHE_GIB = 4
 """For KV blocks, of every peer; more than all prompts of the bench take."""
 CONTEXT = 8192
 NUM_SLOTS = 1
-"""Of llama.cpp: every further one makes the attention of all read its cells, and two cores gain nothing from a batch."""
+"""Of llama.cpp: attention reads the cells of every further one too, and two cores gain nothing from a batch."""
 OURS = "firsttoken"
 READY_TIMEOUT_S = 400.0
 _FOLDER = Path(__file__).resolve().parent / "peers"
