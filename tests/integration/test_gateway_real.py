@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 pytestmark = pytest.mark.skipif(missing_models() is not None, reason=str(missing_models()))
 
 MODEL = "default"
-CAPITAL: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
+CAPITAL: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of Greece?"}]
 TOOLS: list[ChatCompletionToolParam] = [
     {
         "type": "function",
@@ -110,7 +110,7 @@ def test_ready_and_health_once_the_line_is_printed(http: httpx.Client) -> None:
 
 def test_a_question_is_answered(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=0, max_tokens=16)
-    assert "Paris" in (answer.choices[0].message.content or "")
+    assert "Athens" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
 
 
@@ -395,7 +395,7 @@ def test_a_client_that_leaves_the_queue_is_never_computed(gateway: RunningGatewa
 
 
 def test_requests_at_the_same_time_get_their_own_answers(client: openai.OpenAI) -> None:
-    countries = {"France": "Paris", "Germany": "Berlin", "China": "Beijing", "Japan": "Tokyo"}
+    countries = {"Russia": "Moscow", "Germany": "Berlin", "Greece": "Athens", "Japan": "Tokyo"}
 
     def ask(country: str) -> str:
         answer = client.chat.completions.create(
