@@ -95,7 +95,7 @@ class ConfigReloader:
     async def _apply(self, trigger: Trigger) -> ReloadOutcome:
         gateway = self._gateway
         with collector_paused():
-            found = await asyncio.to_thread(read_config, self._path)
+            found = await asyncio.to_thread(self._read)
             changes = await asyncio.to_thread(changes_between, gateway.settings, self._adjust(found.settings))
             if changes.applied:
                 await gateway.use(changes.settings)
@@ -125,6 +125,12 @@ class ConfigReloader:
             self._log.warning("config_needs_restart", keys=changes.needs_restart[:MAX_LOGGED_KEYS])
             return "partial"
         return "applied" if changes.applied else "unchanged"
+
+    def _read(self) -> ReadConfig:
+        """Of a pipe nothing may ever come, and the thread that waits for it keeps the gateway from ending."""
+        if self._path.exists() and not self._path.is_file():
+            raise ConfigError(f"{self._source}: cannot be read: it is not a regular file")
+        return read_config(self._path)
 
     def _refuse(self, trigger: Trigger, message: str, error: Exception) -> ReloadOutcome:
         key, hint = (error.key, error.hint) if isinstance(error, ConfigError) else (None, None)

@@ -13,6 +13,7 @@ A key that does not exist is refused with its path.
 
 import hashlib
 import ipaddress
+import math
 import re
 from typing import Any, Literal
 
@@ -36,10 +37,11 @@ DEMO_KEYS = ("sk-acme-demo", "sk-globex-demo")
 
 DEFAULT_POLICY = "default"
 TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_INTERVAL_S = 86_400.0
 
 
 def _require_positive(name: str, value: float | None) -> None:
-    if value is not None and value <= 0:
+    if value is not None and not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive, got {value}")
 
 
@@ -264,6 +266,8 @@ class ReloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         _require_positive("interval_s", self.interval_s)
+        if self.interval_s > MAX_INTERVAL_S:
+            raise ValueError(f"interval_s must be at most {MAX_INTERVAL_S}, got {self.interval_s}")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

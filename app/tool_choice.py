@@ -116,6 +116,8 @@ def _allowed(allowed: Any) -> tuple[str, tuple[str, ...]]:
     mode = allowed.get("mode", "auto")
     if mode not in ("auto", "required"):
         raise _invalid(f"{where}.mode", f"it must be auto or required, got {mode!r}")
+    if not allowed["tools"]:
+        raise _invalid(f"{where}.tools", "it must name at least one function; use tool_choice none for no calls")
     names: list[str] = []
     for index, tool in enumerate(allowed["tools"]):
         function = tool.get("function") if isinstance(tool, dict) else None

@@ -1,6 +1,7 @@
 """Reading the configuration anew: what holds from the next request on, what waits, and what a bad file leaves alone."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,15 @@ async def test_a_missing_file_keeps_the_last_good_one(tmp_path: Path) -> None:
         assert "cannot be read" in (await status_of(http))["last_failure"]["message"]
 
 
+async def test_a_pipe_in_place_of_the_file_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    file = ConfigFile(tmp_path, config_toml(tenant_toml("acme", ACME)))
+    async with following_gateway(file) as (http, reloader, _):
+        file.path.unlink()
+        os.mkfifo(file.path)
+        assert await asyncio.wait_for(reloader.reload("sighup"), timeout=30) == "failed"
+        assert "not a regular file" in (await status_of(http))["last_failure"]["message"]
+
+
 async def test_keys_that_need_a_restart_stay_and_are_named_and_the_others_are_applied(tmp_path: Path) -> None:
     file = ConfigFile(tmp_path, config_toml(tenant_toml("acme", ACME)))
     async with following_gateway(file) as (http, reloader, gateway):
@@ -272,5 +282,8 @@ async def until(condition: Any, limit_s: float = 10.0) -> None:
 
 
 def test_the_watch_needs_an_interval() -> None:
-    with pytest.raises(ValueError, match="interval_s must be positive"):
-        ReloadSettings(interval_s=0)
+    for interval_s in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="interval_s must be positive"):
+            ReloadSettings(interval_s=interval_s)
+    with pytest.raises(ValueError, match=r"at most 86400.0, got 1e\+300"):
+        ReloadSettings(interval_s=1e300)

@@ -81,6 +81,11 @@ def test_markers_are_visible_only_where_they_are_looked_for() -> None:
         ),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "an object with the array 'tools'"),
         (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}},
+            "tool_choice.allowed_tools.tools",
+            "at least one function",
+        ),
+        (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{}]}}},
             "tool_choice.allowed_tools.tools[0].function.name",
             "must be a string",
