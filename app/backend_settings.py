@@ -136,7 +136,7 @@ class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "first_token_timeout_s", "idle_timeout_s", "open_s", "max_open_s"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name):g}")
         for name in ("max_attempts", "failure_threshold", "max_connections"):
             _require(name, getattr(self, name), 1)

@@ -1,5 +1,6 @@
 """Settings of what an operator keeps: the database, the counters, the admin keys, and budgets by period."""
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ COUNTER_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 def require_positive(name: str, value: float | None) -> None:
     """Raises ``ValueError`` for a limit that is not positive; ``None`` is no limit."""
-    if value is not None and value <= 0:
+    if value is not None and not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive, got {value}")
 
 
@@ -68,7 +69,7 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             self._check_url()
         for name in ("pool_size", "max_cached_keys", "flush_interval_s"):
             require_positive(name, getattr(self, name))
-        if self.key_cache_s < 0:
+        if not self.key_cache_s >= 0:
             raise ValueError(f"key_cache_s must not be negative, got {self.key_cache_s}")
 
     def _check_url(self) -> None:

@@ -4,7 +4,9 @@ import msgspec
 import pytest
 from factories_app import GLOBEX_KEY, make_key, make_settings
 
+from app.backend_settings import BackendSettings
 from app.errors import ConfigError
+from app.operator_settings import CounterSettings, StorageSettings
 from app.settings import PolicySettings, ServerSettings, Settings, TenantSettings
 
 
@@ -67,3 +69,18 @@ def test_a_limit_that_admits_nothing_is_refused_with_its_value(field: str, value
 def test_a_key_must_be_a_digest() -> None:
     with pytest.raises(ValueError, match="64 lower-case hex digits"):
         msgspec.structs.replace(make_key(GLOBEX_KEY), sha256=GLOBEX_KEY)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (CounterSettings, "lease_ttl_s"),
+        (StorageSettings, "flush_interval_s"),
+        (StorageSettings, "key_cache_s"),
+        (BackendSettings, "idle_timeout_s"),
+        (PolicySettings, "ttft_slo_ms"),
+    ],
+)
+def test_a_time_that_is_no_number_is_refused(make: type[msgspec.Struct], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must .*, got nan"):
+        make(**{name: float("nan")})
