@@ -55,7 +55,7 @@ def create(
 @click.argument("tenant")
 @click.argument("key")
 @click.option("--overlap", type=Span(), default=DEFAULT_OVERLAP_S, show_default="24h", help="The old key works on.")
-@click.option("--expires-in", type=Span(), help="Of the new key.")
+@click.option("--expires-in", type=Span(), help="Of the new key; without it, as long as the old one was made for.")
 @config_option
 @json_option
 def rotate(

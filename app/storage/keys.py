@@ -60,7 +60,7 @@ class KeyService:
             return await self._issue(session, owner, new.name, new.groups, new.expires_in_s)
 
     async def rotate(self, tenant: str, key: str, rotation: Rotation) -> IssuedKey:
-        """Makes a key with the same name and groups; the old one works until the overlap ends.
+        """Makes a key with the same name, groups and lifetime; the old one works until the overlap ends.
 
         ``key`` is an id or a name that one working key has. Raises ``NotFoundError`` and ``InvalidRequestError``.
         """
@@ -71,7 +71,10 @@ class KeyService:
             if status_of(old) != "active":
                 raise InvalidRequestError(f"Key {key!r} is {status_of(old)}; make a new one.", param="key")
             groups = [group.name for group in old.groups]
-            issued = await self._issue(session, owner, old.name, groups, rotation.expires_in_s)
+            expires_in_s = rotation.expires_in_s
+            if expires_in_s is None and old.expires_at is not None:
+                expires_in_s = (old.expires_at - old.created_at).total_seconds()
+            issued = await self._issue(session, owner, old.name, groups, expires_in_s)
             end = now() + datetime.timedelta(seconds=rotation.overlap_s)
             old.expires_at = end if old.expires_at is None else min(end, old.expires_at)
             return issued

@@ -75,7 +75,7 @@ class Rotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     overlap_s: Annotated[float, Meta(ge=0, le=366 * 86400)] = DEFAULT_OVERLAP_S
     """How long the old key works beside the new one."""
     expires_in_s: Duration | None = None
-    """Of the new key."""
+    """Of the new key; by default it lives as long as the old one was made to."""
 
 
 class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -107,6 +107,18 @@ async def test_a_removed_group_is_gone_from_its_keys(storage: Storage) -> None:
     assert principal.groups == frozenset({"staff"})
 
 
+async def test_a_rotated_key_lives_as_long_as_the_old_one_was_made_to(storage: Storage) -> None:
+    await storage.tenants.create(NewTenant(name="initech"))
+    first = await storage.keys.create("initech", NewKey(name="backend", expires_in_s=90 * 86400))
+    for _ in range(2):
+        first = await storage.keys.rotate("initech", "backend", Rotation(overlap_s=0))
+        assert first.info.expires is not None
+        assert abs(first.info.expires - first.info.created - 90 * 86400) <= 1
+    other = await storage.keys.rotate("initech", "backend", Rotation(expires_in_s=3600))
+    assert other.info.expires is not None
+    assert abs(other.info.expires - other.info.created - 3600) <= 1
+
+
 async def test_a_rotated_key_works_until_the_overlap_ends(storage: Storage) -> None:
     await storage.tenants.create(NewTenant(name="initech", groups=["staff"]))
     old = await storage.keys.create("initech", NewKey(name="backend", groups=["staff"]))
