@@ -188,7 +188,7 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Bias] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=1000.0)] | None = None
     response_format: ResponseFormat | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -79,6 +79,8 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> 
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most the 8 of max_tokens, got 9"),
         ({"presence_penalty": -2.1}, "presence_penalty", "got -2.1"),
         ({"repetition_penalty": 0}, "repetition_penalty", "got 0"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty", "Expected `float` >= 0.01"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty", "Expected `float` <= 1000.0"),
         ({"min_p": 1.5}, "min_p", "got 1.5"),
         ({"logit_bias": {"5": 101}}, "logit_bias[...]", "<= 100.0"),
         ({"logit_bias": {"five": 1}}, "logit_bias", "keys are token ids, got 'five'"),
