@@ -73,7 +73,7 @@ def read_config(path: Path | None = None, environ: Mapping[str, str] | None = No
     stamp = stamp_of(file)
     try:
         content = file.read_bytes()
-        tree = tomllib.loads(content.decode("utf-8"))
+        tree = tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:

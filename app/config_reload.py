@@ -130,7 +130,11 @@ class ConfigReloader:
         """Of a pipe nothing may ever come, and the thread that waits for it keeps the gateway from ending."""
         if self._path.exists() and not self._path.is_file():
             raise ConfigError(f"{self._source}: cannot be read: it is not a regular file")
-        return read_config(self._path)
+        found = read_config(self._path)
+        if not found.of_file:
+            # Valid, but far more often a file that is being written than a wish to serve nobody.
+            raise ConfigError(f"{self._source}: holds nothing", hint="stop the gateway to serve nobody")
+        return found
 
     def _refuse(self, trigger: Trigger, message: str, error: Exception) -> ReloadOutcome:
         key, hint = (error.key, error.hint) if isinstance(error, ConfigError) else (None, None)

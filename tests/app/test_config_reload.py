@@ -166,6 +166,23 @@ async def test_a_missing_file_keeps_the_last_good_one(tmp_path: Path) -> None:
         assert "cannot be read" in (await status_of(http))["last_failure"]["message"]
 
 
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
+async def test_an_empty_file_keeps_the_last_good_one(tmp_path: Path, text: str) -> None:
+    file = ConfigFile(tmp_path, config_toml(tenant_toml("acme", ACME)))
+    async with following_gateway(file) as (http, reloader, _):
+        file.path.write_text(text)
+        assert await reloader.reload("sighup") == "failed"
+        assert (await ask(http)).status_code == 200
+        assert "holds nothing" in (await status_of(http))["last_failure"]["message"]
+
+
+async def test_a_byte_order_mark_before_the_file_is_no_part_of_it(tmp_path: Path) -> None:
+    file = ConfigFile(tmp_path, config_toml(tenant_toml("acme", ACME)))
+    async with following_gateway(file) as (_, reloader, _):
+        file.path.write_bytes(b"\xef\xbb\xbf" + file.path.read_bytes())
+        assert await reloader.reload("sighup") == "unchanged"
+
+
 async def test_a_pipe_in_place_of_the_file_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     file = ConfigFile(tmp_path, config_toml(tenant_toml("acme", ACME)))
     async with following_gateway(file) as (http, reloader, _):
