@@ -55,12 +55,27 @@ def _value_of(value: Any, kind: Any, path: str) -> Any:
         return struct_of(value, inner, path)
     if inner is not None and get_origin(kind) in (list, tuple) and isinstance(value, list):
         return tuple(_value_of(entry, inner, f"{path}[{index}]") for index, entry in enumerate(value))
+    _refuse_nan(value, path)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         # msgspec adds where inside the value: "Expected `int`, got `str` - at `$[1]`".
         inside = _PLACE.search(str(error))
-        raise ConfigError(f"{path}: {error}", key=path + (inside[1] if inside else "")) from None
+        hint = f"write a list: [{value!r}]" if str(error).startswith("Expected `array`") and not inside else None
+        text = f"{path}: {error}" + (f"; {hint}" if hint else "")
+        raise ConfigError(text, key=path + (inside[1] if inside else ""), hint=hint) from None
+
+
+def _refuse_nan(value: Any, path: str) -> None:
+    """TOML knows NaN, and no comparison with a limit would stop it."""
+    if isinstance(value, float) and value != value:
+        raise ConfigError(f"{path}: NaN is no value of a setting", key=path)
+    if isinstance(value, list):
+        for index, entry in enumerate(value):
+            _refuse_nan(entry, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            _refuse_nan(entry, f"{path}.{name}")
 
 
 def struct_in(kind: Any) -> type[msgspec.Struct] | None:

@@ -5,6 +5,7 @@ import pytest
 from factories_app import GLOBEX_KEY, make_key, make_settings
 
 from app.backend_settings import BackendSettings
+from app.config_tree import struct_of
 from app.errors import ConfigError
 from app.operator_settings import CounterSettings, StorageSettings
 from app.settings import PolicySettings, ServerSettings, Settings, TenantSettings
@@ -84,3 +85,22 @@ def test_a_key_must_be_a_digest() -> None:
 def test_a_time_that_is_no_number_is_refused(make: type[msgspec.Struct], name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must .*, got nan"):
         make(**{name: float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        ({"engine": {"cache": {"free_memory_share": float("nan")}}}, "engine.cache.free_memory_share"),
+        ({"reducer": {"rank": {"lexical_weight": float("nan")}}}, "reducer.rank.lexical_weight"),
+        ({"tenants": {"acme": {"requests_per_minute": float("nan")}}}, "tenants.acme.requests_per_minute"),
+    ],
+)
+def test_nan_is_refused_wherever_it_stands(tree: dict[str, object], path: str) -> None:
+    with pytest.raises(ConfigError, match="NaN is no value") as caught:
+        struct_of(tree, Settings)
+    assert caught.value.key == path
+
+
+def test_one_value_in_place_of_a_list_is_refused_with_the_list_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"write a list: \['abc'\]"):
+        struct_of({"admin": {"key_sha256": "abc"}}, Settings)
