@@ -18,6 +18,7 @@ import os
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -50,6 +51,7 @@ _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 9, 3, 64, 16
 _GEMM_SHAPE = (2048, 576, 2048)
 _LONG = 4096
 _DECODE_CONTEXT, _DECODE_TOKENS = 512, 32
+_SETTLE_S = 0.5
 
 
 def measure_attention(kernels: NativeKernels, num_tokens: int, *, clock: Clock, num_rounds: int) -> AttentionResult:
@@ -113,6 +115,7 @@ def compare(
     batch_size: int,
     computed_tokens: int,
     num_rounds: int,
+    settle_s: float = 0.0,
 ) -> Comparison:
     """Let all engines do the same, in turns; each round begins with another one.
 
@@ -123,11 +126,13 @@ def compare(
         batch_size: for the record.
         computed_tokens: tokens that rates are formed with.
         num_rounds: after one that warms up, which prompts that take seconds do without.
+        settle_s: pause before a turn, in which threads of the engine before stop to spin.
     """
     seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
     for round_index in range(0 if computed_tokens < _LONG else 1, num_rounds + 1):
         turn = round_index % len(engines)
         for engine in (*engines[turn:], *engines[:turn]):
+            time.sleep(settle_s)
             taken = measure(engine)
             if round_index and taken is not None:
                 seconds[engine.name].append(taken)
@@ -243,6 +248,7 @@ def run(console: Console, kernels: NativeKernels, options: "Options", peers: Pat
                 compare(
                     engines,
                     lambda engine, ids=ids: engine.prefill(ids),  # type: ignore[misc]
+                    settle_s=_SETTLE_S,
                     num_tokens=length,
                     batch_size=1,
                     computed_tokens=length,
@@ -256,6 +262,7 @@ def run(console: Console, kernels: NativeKernels, options: "Options", peers: Pat
                 compare(
                     engines,
                     lambda engine, size=batch_size: engine.decode(size, _DECODE_CONTEXT, _DECODE_TOKENS),  # type: ignore[misc]
+                    settle_s=_SETTLE_S,
                     num_tokens=_DECODE_CONTEXT,
                     batch_size=batch_size,
                     computed_tokens=batch_size * _DECODE_TOKENS,
