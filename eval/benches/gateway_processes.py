@@ -15,6 +15,7 @@ from pathlib import Path
 
 from eval.benches.gateway_upstream import MODEL
 from eval.errors import LaunchError
+from eval.process_tree import descendants
 
 KEY = "sk-bench"
 START_TIMEOUT_S = 120.0
@@ -63,7 +64,7 @@ class Running:
 
     def cpu_s(self) -> float:
         """Processor time of the process, its threads and all processes below it, in seconds."""
-        return sum(_cpu_s(pid) for pid in (self.process.pid, *_descendants(self.process.pid)))
+        return sum(_cpu_s(pid) for pid in (self.process.pid, *descendants(self.process.pid)))
 
 
 @contextlib.contextmanager
@@ -125,15 +126,6 @@ def _running(command: list[str], ready: re.Pattern[bytes], environment: dict[str
                 process.kill()
                 process.wait()
             process.stdout.close()
-
-
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += (int(child), *_descendants(int(child)))
-    return found
 
 
 def _cpu_s(pid: int) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 from eval.gateway import DEMO_KEYS
 from eval.launcher import HOST, free_port, started_gateway, started_server
+from eval.process_tree import descendants
 
 NUM_THREADS = 2
 CACHE_GIB = 4
@@ -194,20 +195,7 @@ def descendants_mib(pid: int) -> float:
 
     Pages that several of them share count once.
     """
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue  # ended in between
-    total_kib = 0
-    for process in parents:
-        above = process
-        while above in parents and above != pid:
-            above = parents[above]
-        if above == pid and process != pid:
-            total_kib += _pss_kib(process)
-    return total_kib / 1024
+    return sum(_pss_kib(process) for process in descendants(pid)) / 1024
 
 
 def _pss_kib(pid: int) -> int:

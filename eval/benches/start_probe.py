@@ -9,7 +9,6 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -22,6 +21,7 @@ from eval.benches.kernel_records import StartResult
 from eval.errors import EvalError
 from eval.gateway import DEMO_KEYS
 from eval.launcher import started_gateway
+from eval.process_tree import children, descendants
 
 _BLOCK_SIZE = CacheConfig().block_size
 _ALLOWANCE_BYTES = 10**9
@@ -42,7 +42,7 @@ def measure_start(spec: ModelSpec, num_parameters: int, num_tokens: int, *, num_
     seconds = []
     peak = total = 0
     for index in range(num_starts + 1):
-        before = set(_children(os.getpid()))
+        before = set(children(os.getpid()))
         started = time.perf_counter()
         with started_gateway(example=True, settings=settings) as url:
             taken = time.perf_counter() - started
@@ -50,9 +50,9 @@ def measure_start(spec: ModelSpec, num_parameters: int, num_tokens: int, *, num_
                 seconds.append(taken)
             if index == num_starts:
                 _ask(url, num_tokens)
-                gateways = [pid for pid in _children(os.getpid()) if pid not in before]
+                gateways = [pid for pid in children(os.getpid()) if pid not in before]
                 # the engine is the one beside the gateway that has grown large
-                peaks = [_peak_bytes(pid) for gateway in gateways for pid in list(_tree(gateway))[1:]]
+                peaks = [_peak_bytes(pid) for gateway in gateways for pid in descendants(gateway)]
                 peak = max(peaks, default=0)
                 total = sum(peaks) + sum(_peak_bytes(gateway) for gateway in gateways)
     weights = num_parameters * _BYTES_PER_WEIGHT
@@ -77,18 +77,6 @@ def _ask(url: str, num_tokens: int) -> None:
         response = http.post("/v1/completions", json=body, headers=headers)
     if not response.is_success:
         raise EvalError(f"the gateway answered {response.status_code}: {response.text[:200]}")
-
-
-def _children(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            yield from (int(child) for child in (task / "children").read_text().split())
-
-
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    for child in _children(pid):
-        yield from _tree(child)
 
 
 def _peak_bytes(pid: int) -> int:
