@@ -115,20 +115,7 @@ def _recall_rows(before: Result, after: Result, seed: int) -> list[Row]:
             old, new = case_values(before.cases, arm, metric), case_values(after.cases, arm, metric)
             both = [id for id in old if id in new]
             if both:
-                paired = compare([new[id] for id in both], [old[id] for id in both], seed=seed)
-                rows.append(
-                    Row(
-                        metric=metric,
-                        arm=arm,
-                        before=float(np.mean([old[id] for id in both])),
-                        after=float(np.mean([new[id] for id in both])),
-                        change=paired.difference,
-                        low=paired.interval.low,
-                        high=paired.interval.high,
-                        num_pairs=len(both),
-                        num_needed=paired.num_needed,
-                    )
-                )
+                rows.append(_mean_row(metric, arm, [(old[id], new[id]) for id in both], seed))
     return rows
 
 
@@ -146,20 +133,7 @@ def _load_rows(before: Result, after: Result, seed: int) -> list[Row]:
     for metric in ("prompt_tokens", "cached_tokens", "contains"):
         pairs = _pairs(metric, both, old, new)
         if pairs:
-            paired = compare([b for _, b in pairs], [a for a, _ in pairs], seed=seed)
-            rows.append(
-                Row(
-                    metric=metric,
-                    arm="all",
-                    before=float(np.mean([a for a, _ in pairs])),
-                    after=float(np.mean([b for _, b in pairs])),
-                    change=paired.difference,
-                    low=paired.interval.low,
-                    high=paired.interval.high,
-                    num_pairs=len(pairs),
-                    num_needed=paired.num_needed,
-                )
-            )
+            rows.append(_mean_row(metric, "all", pairs, seed))
     return rows
 
 
@@ -168,6 +142,22 @@ def _pairs(
 ) -> list[tuple[float, float]]:
     values = [(getattr(old[id], metric), getattr(new[id], metric)) for id in ids]
     return [(float(a), float(b)) for a, b in values if a is not None and b is not None]
+
+
+def _mean_row(metric: str, arm: str, pairs: Sequence[tuple[float, float]], seed: int) -> Row:
+    """Difference of the means after - before."""
+    paired = compare([after for _, after in pairs], [before for before, _ in pairs], seed=seed)
+    return Row(
+        metric=metric,
+        arm=arm,
+        before=float(np.mean([before for before, _ in pairs])),
+        after=float(np.mean([after for _, after in pairs])),
+        change=paired.difference,
+        low=paired.interval.low,
+        high=paired.interval.high,
+        num_pairs=len(pairs),
+        num_needed=paired.num_needed,
+    )
 
 
 def _quantile_row(name: str, pairs: Sequence[tuple[float, float]], share: float, seed: int) -> Row:

@@ -8,7 +8,6 @@ So they take their turns among ours. llama.cpp is measured first with and withou
 its physical batch; the fastest of them is used.
 """
 
-import contextlib
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any, TypedDict
 
 from eval.benches.prefill_engines import Clock, PrefillEngine, TransformersEngine
 from eval.errors import EvalError
+from eval.piped_process import PipedProcess
 
 _PEERS = Path(__file__).parent / "peers"
 _TUNING_TOKENS = 1024
@@ -41,40 +41,22 @@ class _PipedEngine:
         python = environment / "bin" / "python"
         if not python.is_file():
             raise EvalError(f"there is no {python.name} in {environment.name}; make it with peers/{maker}")
-        self._process = subprocess.Popen(
-            [str(python), str(_PEERS / script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"},
-        )
-        self.version = str(self._answer()["version"])
+        path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        command = [str(python), str(_PEERS / script), *arguments]
+        self._process = PipedProcess(command, environment=os.environ | {"PATH": path})
+        self.version = str(self._answered(self._process.read())["version"])
 
     def close(self) -> None:
         """End the process."""
-        with contextlib.suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.close()
 
     def _ask(self, *numbers: int) -> dict[str, Any]:
-        assert self._process.stdin is not None, "the process was started with a pipe"
-        self._process.stdin.write(" ".join(map(str, numbers)) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        return self._answered(self._process.ask(" ".join(map(str, numbers))))
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "the process was started with a pipe"
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise EvalError(f"{self.name} ended with status {self._process.wait()}")
+    def _answered(self, answer: dict[str, Any] | None) -> dict[str, Any]:
+        if answer is None:
+            raise EvalError(f"{self.name} ended with status {self._process.close()}")
+        return answer
 
 
 class OpenVinoEngine(_PipedEngine):
