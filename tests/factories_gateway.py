@@ -17,6 +17,7 @@ import openai
 from app.config_file import EXAMPLE_FILE
 from engine.model_catalogue import CATALOGUE
 from engine.model_store import ModelStore
+from eval.process_tree import descendants
 
 ROOT = Path(__file__).resolve().parent.parent
 READY = re.compile(r"ready on (http://\S+)")
@@ -44,15 +45,7 @@ class RunningGateway:
 
     def descendants(self) -> list[int]:
         """Process ids of all processes below the gateway."""
-        found, queue = [], [self.process.pid]
-        while queue:
-            pid = queue.pop()
-            with contextlib.suppress(OSError):
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    below = [int(child) for child in (task / "children").read_text().split()]
-                    found += below
-                    queue += below
-        return found
+        return list(descendants(self.process.pid))
 
     def engine_pid(self) -> int:
         """The engine's process: the child that multiprocessing spawned."""
@@ -62,6 +55,20 @@ class RunningGateway:
         """Ends the gateway by a signal; its exit status."""
         self.process.send_signal(number)
         return self.process.wait(STOP_TIMEOUT_S)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], log_file: Path) -> tuple[str, str]:
+    """Address and line that a gateway prints once it is ready; one that takes too long is killed."""
+    assert process.stdout is not None
+    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline().decode()
+    finally:
+        watchdog.cancel()
+    ready = READY.search(line)
+    assert ready is not None, f"the gateway did not start: {line}\n{log_file.read_text()[-4000:]}"
+    return ready[1], line
 
 
 @contextlib.contextmanager
@@ -80,17 +87,10 @@ def running_gateway(extra_config: str = "", **environment: str) -> Iterator[Runn
                 stderr=log,
                 start_new_session=True,
             )
-        assert process.stdout is not None
-        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-        watchdog.start()
         try:
-            line = process.stdout.readline().decode()
-            watchdog.cancel()
-            ready = READY.search(line)
-            assert ready is not None, f"the gateway did not start: {line}\n{log_file.read_text()[-4000:]}"
-            yield RunningGateway(process, ready[1], line)
+            url, line = wait_until_ready(process, log_file)
+            yield RunningGateway(process, url, line)
         finally:
-            watchdog.cancel()
             if process.poll() is None:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -3,21 +3,20 @@
 import contextlib
 import hashlib
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from factories_app import ACME_KEY
+from factories_gateway import wait_until_ready
 from factories_upstream import MODEL, Upstream
 
+from eval.process_tree import children
+
 ROOT = Path(__file__).resolve().parent.parent
-READY = re.compile(r"ready on (http://\S+)")
-START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 
 
@@ -60,8 +59,7 @@ class Supervised:
 
     def children(self) -> list[int]:
         """Process ids of those that serve."""
-        task = Path(f"/proc/{self.process.pid}/task")
-        return [int(pid) for thread in task.iterdir() for pid in (thread / "children").read_text().split()]
+        return list(children(self.process.pid))
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -79,16 +77,10 @@ def supervised(folder: Path, upstream: Upstream, *, num_processes: int = 2) -> I
             command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, stderr=log, start_new_session=True
         )
     assert process.stdout is not None
-    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-    watchdog.start()
     try:
-        line = process.stdout.readline().decode()
-        watchdog.cancel()
-        ready = READY.search(line)
-        assert ready is not None, f"the gateway did not start: {line}\n{log_file.read_text()[-4000:]}"
-        yield Supervised(process, ready[1], line)
+        url, line = wait_until_ready(process, log_file)
+        yield Supervised(process, url, line)
     finally:
-        watchdog.cancel()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -19,6 +19,7 @@ from factories_app import make_settings
 
 from app.operator_settings import AdminSettings, StorageSettings
 from app.settings import Settings
+from eval.launcher import free_port
 
 ADMIN_KEY = "sk-admin-of-tests"
 START_TIMEOUT_S = 60.0
@@ -33,13 +34,6 @@ def make_storage_settings(folder: Path, *, url: str = "", **changes: Any) -> Set
 
 def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def counter_server() -> str | None:

@@ -16,12 +16,12 @@ import httpx
 import pytest
 import yaml
 from factories_app import EchoBackend, bearer, make_app, make_body, make_documents, make_settings, served
-from factories_storage import free_port
 from factories_upstream import gateway_on, running_upstream
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.outputs import EngineStats
 from engine.stats import EngineCounters
+from eval.launcher import free_port
 
 FOLDER = Path(__file__).resolve().parents[2] / "app" / "dashboards"
 DASHBOARD = json.loads((FOLDER / "firsttoken.json").read_text(encoding="utf-8"))
