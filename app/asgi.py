@@ -20,7 +20,7 @@ from app.controllers.shapes import CompletionsController, MessagesController, Re
 from app.controllers.system import SystemController
 from app.error_answers import answer_error
 from app.gateway import Gateway, make_gateway
-from app.http_io import add_request_id
+from app.http_io import RequestIdMiddleware
 from app.settings import Settings
 
 
@@ -59,7 +59,6 @@ def create_app(
             EmbeddingsController,
         ],
         exception_handlers={Exception: answer_error},
-        before_send=[add_request_id],
         lifespan=[lifespan],
         state=State({"gateway": gateway}),
         request_max_body_size=None,  # ``read_body`` keeps the limit and answers in OpenAI's shape
@@ -67,9 +66,10 @@ def create_app(
         logging_config=None,
         debug=False,
     )
+    # Around the router, so that unknown paths are known as well; Litestar's own middlewares begin behind it.
+    app.asgi_handler = RequestIdMiddleware(app.asgi_handler)
     if gateway.tracing is not None:
         from app.tracing import TracingMiddleware
 
-        # Around the router, so that unknown paths are traced as well; Litestar's own middlewares begin behind it.
         app.asgi_handler = TracingMiddleware(app.asgi_handler, gateway.tracing)
     return app

@@ -13,25 +13,27 @@ from app.errors import ShuttingDownError
 
 
 class _Wait:
-    """One task inside ``interruptible``. A class of its own, because a stream enters it with every piece."""
+    """One task inside ``interruptible``. May be entered again once it was left: a stream does so with every piece."""
 
-    __slots__ = ("_num_cancellations", "_waits", "is_interrupted", "task")
+    __slots__ = ("_drain", "_num_cancellations", "is_interrupted", "task")
 
-    def __init__(self, waits: "set[_Wait]") -> None:
-        self._waits = waits
+    def __init__(self, drain: "Drain") -> None:
+        self._drain = drain
         self.is_interrupted = False
 
     def __enter__(self) -> None:
+        if self._drain.is_over:
+            raise ShuttingDownError
         task = asyncio.current_task()
         assert task is not None, "only a task can be interrupted"
         self.task: asyncio.Task[object] = task
         self._num_cancellations = task.cancelling()
-        self._waits.add(self)
+        self._drain.waits.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._waits.discard(self)
+        self._drain.waits.discard(self)
         if not self.is_interrupted:
             return
         is_ours = isinstance(error, asyncio.CancelledError) and self.task.cancelling() <= self._num_cancellations + 1
@@ -44,28 +46,23 @@ class Drain:
     """Ends all that is interruptible at once. Used from the event loop only."""
 
     def __init__(self) -> None:
-        self._waits: set[_Wait] = set()
-        self._is_over = False
-
-    @property
-    def is_over(self) -> bool:
+        self.waits: set[_Wait] = set()
+        """What would be interrupted now."""
+        self.is_over = False
         """Whether ``end`` was called."""
-        return self._is_over
 
     def interruptible(self) -> _Wait:
         """Around what may be broken off. Raises ``ShuttingDownError`` when ``end`` is called, or was before.
 
         A cancellation by anybody else passes through as it is, also one that comes at the same time.
         """
-        if self._is_over:
-            raise ShuttingDownError
-        return _Wait(self._waits)
+        return _Wait(self)
 
     def end(self) -> None:
         """Interrupts what is inside ``interruptible`` and refuses what comes later. Further calls do nothing."""
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over = True
-        for wait in self._waits:
+        self.is_over = True
+        for wait in self.waits:
             wait.is_interrupted = True
             wait.task.cancel()

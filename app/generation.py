@@ -31,8 +31,12 @@ class GenerationObserver(Protocol):
         """The engine has computed the prompt."""
         ...
 
-    def on_text(self, generation: "Generation", gap_s: float | None) -> None:
-        """Text has come; ``gap_s`` is the time since the text before in its choice, ``None`` for the very first."""
+    def on_first_text(self, generation: "Generation") -> None:
+        """The first text has come."""
+        ...
+
+    def on_gap(self, gap_s: float) -> None:
+        """Further text has come, ``gap_s`` seconds after the text before it in its choice."""
         ...
 
     def on_end(self, generation: "Generation") -> None:
@@ -256,9 +260,9 @@ class Generation:
             self.first_text_s = now - self._arrived_s
             self.timeline.lap("first_token", now)
             self.waterfall = self.timeline.waterfall(now)
-            self._observer.on_text(self, None)
+            self._observer.on_first_text(self)
         elif choice.last_text_s is not None:  # the first text of a further choice is no gap of any stream
-            self._observer.on_text(self, now - choice.last_text_s)
+            self._observer.on_gap(now - choice.last_text_s)
         choice.last_text_s = now
 
     async def _end(self, outcome: str) -> None:

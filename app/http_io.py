@@ -4,13 +4,13 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from litestar import Request, Response
 from litestar.datastructures import Headers, State
-from litestar.types import Message, Receive, Scope
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.auth import Principal
 from app.chat_service import Arrival
@@ -60,11 +60,25 @@ def log_fields(scope: Scope) -> dict[str, str]:
     return fields
 
 
-async def add_request_id(message: Message, scope: Scope) -> None:
-    """Puts ``x-request-id`` on every answer, errors and unknown addresses included."""
-    if message["type"] == "http.response.start":
-        headers = [*message.get("headers", ()), (b"x-request-id", request_id_of(scope).encode("latin-1"))]
-        message["headers"] = headers
+class RequestIdMiddleware:
+    """Puts ``x-request-id`` on every answer, errors and unknown addresses included. Wraps the whole application.
+
+    The wrapped ``send`` is a plain function and no coroutine: a stream calls it with every token.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection."""
+
+        def send_with_id(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                named = (b"x-request-id", request_id_of(scope).encode("latin-1"))
+                message["headers"] = [*message.get("headers", ()), named]
+            return send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 def gateway_of(request: GatewayRequest) -> Gateway:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from app.compaction import Compaction
 from app.generation import Generation
 from app.metric_labels import finish_label
+from app.plain_histogram import PlainHistogram
 from app.receipts import saved_tokens
 from app.waterfall_metrics import WaterfallCollector
 from engine.lengths import length_bucket
@@ -173,7 +174,6 @@ class GatewayMetrics:
         self.count_mismatch = counter("prompt_count_mismatch", "Prompts that gateway and engine counted differently")
 
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first text", TTFT_BUCKETS, "length_bucket")
-        self.itl = histogram("inter_token_latency_seconds", "Time between two texts of an answer", ITL_BUCKETS)
         self.tpot = histogram("request_time_per_output_token_seconds", "Decode time per output token", ITL_BUCKETS)
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to end", LATENCY_BUCKETS)
         self.queue_time = histogram("request_queue_time_seconds", "Waiting in the engine", LATENCY_BUCKETS)
@@ -192,8 +192,9 @@ class GatewayMetrics:
         self.computed = histogram("request_prefill_kv_computed_tokens", "Prompt tokens not cached", TOKEN_BUCKETS)
 
         self.count_mismatch.labels(model_name)  # from the start, so that an alert sees the first one
-        # Looked up once: a stream observes it with every token.
-        self._own_itl = self.itl.labels(model_name)
+        text = "Time between two texts of an answer"
+        self.itl = PlainHistogram("firsttoken_inter_token_latency_seconds", text, ITL_BUCKETS, model_name)
+        self.registry.register(self.itl)
 
         self.jobs = Gauge("firsttoken_worker_jobs", "Jobs waiting for or running in a thread", registry=self.registry)
         self.receipts = Gauge("firsttoken_receipts", "Receipts kept", registry=self.registry)
@@ -220,11 +221,9 @@ class GatewayMetrics:
             if stage.failure:
                 self.stage_failures.labels(model, stage.stage, "open").inc()
 
-    def on_text(self, generation: Generation, gap_s: float | None) -> None:
-        """Notes the first text, or the gap before a further one."""
-        if gap_s is not None:
-            self._own_itl.observe(gap_s)
-        elif generation.first_text_s is not None:
+    def on_first_text(self, generation: Generation) -> None:
+        """Notes when an answer began."""
+        if generation.first_text_s is not None:
             bucket = length_bucket(generation.num_prompt_tokens)
             self.ttft.labels(self._model_name, bucket).observe(generation.first_text_s)
             if generation.waterfall is not None:

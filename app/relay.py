@@ -19,8 +19,8 @@ import msgspec
 from app.admission import Lease
 from app.answers import extension_of
 from app.backends.chunk_template import ChunkTemplate, learn_template
-from app.backends.openai import UpstreamAnswer, chunk_facts
 from app.backends.replicas import Replica
+from app.backends.upstream_answer import UpstreamAnswer, chunk_facts
 from app.backends.upstream_body import RelayRequest
 from app.backends.upstream_chunks import NULL, ChunkFacts, RawObject, complete_usage, raw_fields, read_chunk
 from app.backends.upstream_errors import broken_stream
@@ -152,9 +152,10 @@ class Relay(Generation):
         """
         assert self._held.answer is not None, "start comes before the frames"
         name = _raw(model)
+        waiting = self.drain.interruptible()
         try:
             while True:
-                with self.drain.interruptible():
+                with waiting:
                     chunks = await self._held.answer.next_chunks()
                 if not chunks:
                     break

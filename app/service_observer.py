@@ -83,13 +83,17 @@ class ServiceObserver:
                 timings=generation.timings,
             )
 
-    def on_text(self, generation: Generation, gap_s: float | None) -> None:
-        """A part of an answer has come."""
-        self._metrics.on_text(generation, gap_s)
-        if gap_s is None and self._receipts is not None and (report := generation.told_waterfall) is not None:
+    def on_first_text(self, generation: Generation) -> None:
+        """An answer begins."""
+        self._metrics.on_first_text(generation)
+        if self._receipts is not None and (report := generation.told_waterfall) is not None:
             compaction = generation.compaction
             document = with_waterfall(compaction.receipt, report)
             self._receipts.put(compaction.receipt_id, compaction.principal, document)
+
+    def on_gap(self, gap_s: float) -> None:
+        """A further part of an answer has come."""
+        self._metrics.itl.observe(gap_s)
 
     def on_end(self, generation: Generation) -> None:
         """A generation is over."""

@@ -14,7 +14,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import urlsplit
@@ -262,10 +262,10 @@ class TracingMiddleware:
         trace = self._tracing.begin(scope)
         scope[SCOPE_KEY] = trace  # type: ignore[literal-required]
 
-        async def noting_status(message: Message) -> None:
+        def noting_status(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 trace.on_status(message["status"])
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, noting_status)

@@ -17,87 +17,22 @@ import structlog
 
 from app.backend_settings import BackendSettings
 from app.backends.base import BackendRequest, PromptEncoder
-from app.backends.event_stream import ServerEvent
 from app.backends.replicas import Replica, Ring
+from app.backends.upstream_answer import DONE, UpstreamAnswer, chunk_facts
 from app.backends.upstream_body import RelayRequest, routing_key, upstream_body
-from app.backends.upstream_chunks import ChunkFacts, read_chunk
 from app.backends.upstream_client import UnreachableError, UpstreamClient, UpstreamResponse, replica_headers
 from app.backends.upstream_counting import load_counting_encoder
 from app.backends.upstream_errors import FAILED_STATUSES, RETRIED_STATUSES, refused_stream
 from app.errors import UpstreamError
-from app.trace_context import UpstreamCall
 from app.waterfall import TimedJob
 from app.workers import WorkerPool
 from engine.errors import EngineDeadError, ModelError
 from engine.outputs import EngineStats, ModelInfo, RequestOutput
 
-DONE = b"[DONE]"
 INLINE_BODY_BYTES = 16 * 1024
 """A smaller body is written on the event loop: handing it to a thread would cost more."""
 LARGE_BODY_BYTES = 64 * 1024
 """A larger one is written in the thread for large jobs."""
-
-
-class UpstreamAnswer:
-    """An answer that has begun, and the replica's share of it; always ``aclose``."""
-
-    def __init__(
-        self,
-        replica: Replica,
-        response: UpstreamResponse,
-        *,
-        body: bytes = b"",
-        first: list[ServerEvent] | None = None,
-        idle_timeout_s: float = 60.0,
-    ) -> None:
-        self.replica = replica
-        self.body = body
-        """The whole answer, where it does not stream."""
-        self._response = response
-        self._first = first
-        self._idle_timeout_s = idle_timeout_s
-        self._is_closed = False
-        self.call: UpstreamCall | None = None
-        """The span of this try, where there is one."""
-
-    async def next_chunks(self) -> list[bytes]:
-        """What has come of a stream since the last call, from the first chunk on; empty at its end or ``[DONE]``.
-
-        Raises ``UpstreamError`` where the stream breaks off or falls silent.
-        """
-        if self._response.is_done:
-            return []
-        events, self._first = self._first or await self._next_events(), None
-        chunks = [event.data for event in events]
-        if DONE in chunks:
-            self._response.is_done = True
-            del chunks[chunks.index(DONE) :]
-        return chunks
-
-    async def _next_events(self) -> list[ServerEvent]:
-        try:
-            async with asyncio.timeout(self._idle_timeout_s):
-                return await self._response.next_events()
-        except UnreachableError as error:
-            self.replica.fail(str(error))
-            text = f"The upstream's stream broke off: {error}"
-            raise UpstreamError(text, status=502, type="server_error") from error
-        except TimeoutError:
-            self.replica.fail("a stream fell silent")
-            text = f"The upstream sent nothing for {self._idle_timeout_s:g} s."
-            raise UpstreamError(text, status=504, type="server_error") from None
-
-    async def aclose(self) -> None:
-        """Ends it; an upstream that has not finished sees its connection close. May be called twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            self._response.close()
-        finally:
-            self.replica.end()
-            if self.call is not None:
-                self.call.end()
 
 
 class OpenAIBackend:
@@ -388,15 +323,6 @@ def _reason(failure: Exception | None) -> str:
     if isinstance(failure, UpstreamError):
         return f"status {failure.upstream_status}"
     return str(failure)[:200]
-
-
-def chunk_facts(data: bytes) -> ChunkFacts:
-    """What an event says. Raises ``UpstreamError`` for one that is no chunk."""
-    try:
-        return read_chunk(data)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        text = f"The upstream sent an event that cannot be read: {error}"
-        raise UpstreamError(text, status=502, type="server_error") from None
 
 
 def make_ring(replicas: list[Replica], settings: BackendSettings) -> Ring:

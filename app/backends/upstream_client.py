@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -34,6 +35,10 @@ class UnreachableError(Exception):
     """The connection failed before an answer began; another try may succeed."""
 
 
+class SilentError(Exception):
+    """Nothing came for as long as one may wait."""
+
+
 class UpstreamResponse:
     """An answer that has begun: read ``next_events`` or ``body``; always ``aclose``."""
 
@@ -45,6 +50,11 @@ class UpstreamResponse:
         self._ending = ending
         self.is_done = False
         """Set by a reader of events that has seen the last one that counts."""
+        self._silence = _SilenceLimit(response.content)
+
+    def limit_silence(self, limit_s: float) -> None:
+        """From now on ``next_events`` waits ``limit_s`` seconds at most."""
+        self._silence.start(limit_s)
 
     async def body(self) -> bytes:
         """The whole answer. Raises ``UnreachableError`` where it breaks off, ``UpstreamError`` where it is too long."""
@@ -64,18 +74,22 @@ class UpstreamResponse:
     async def next_events(self) -> list[ServerEvent]:
         """The events that have come since the last call, at least one; empty at the end of the stream.
 
-        Raises ``UnreachableError`` where the stream breaks off.
+        Raises ``UnreachableError`` where the stream breaks off, ``SilentError`` at the limit.
         """
+        self._silence.begin_wait()
         try:
             while piece := await self._content.readany():
                 if events := self._parser.feed(piece):
                     return events
         except (*_LEFT, ValueError) as error:
             raise UnreachableError(_reason(error)) from error
+        finally:
+            self._silence.end_wait()
         return []
 
     def close(self) -> None:
         """Gives the connection back, or closes it where the answer has not ended: the upstream stops computing."""
+        self._silence.stop()
         if self.is_done and not self._content.at_eof():
             task = asyncio.get_running_loop().create_task(self._read_end())
             self._ending.add(task)
@@ -99,6 +113,47 @@ class UpstreamResponse:
             self._response.release()
         else:
             self._response.close()
+
+
+class _SilenceLimit:
+    """Ends a wait for a stream's next event with ``SilentError``.
+
+    One timer for the whole stream, moved only when it rings: a time-out of its own would cost each token of a stream as
+    much as all that is done to its text.
+    """
+
+    __slots__ = ("_content", "_limit_s", "_loop", "_timer", "_waits_since")
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+        self._loop = asyncio.get_running_loop()
+        self._limit_s = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._waits_since: float | None = None
+
+    def start(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._timer = self._loop.call_later(limit_s, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def begin_wait(self) -> None:
+        self._waits_since = self._loop.time()
+
+    def end_wait(self) -> None:
+        self._waits_since = None
+
+    def _look(self) -> None:
+        """At the limit, if the wait of now has lasted since the timer was set; else the timer is set for its end."""
+        now = self._loop.time()
+        end = (now if self._waits_since is None else self._waits_since) + self._limit_s
+        if end <= now:
+            self._content.set_exception(SilentError())
+        else:
+            self._timer = self._loop.call_at(end, self._look)
 
 
 class UpstreamClient:

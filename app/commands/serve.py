@@ -5,6 +5,7 @@ With several processes this one starts and watches them (``app.supervisor``); ea
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -159,6 +160,9 @@ async def run_gateway(
                 await stack.enter_async_context(beside_siblings(gateway, place, stop))
             if not await started(gateway, stop):
                 return
+            # Modules and models live as long as the process: the collector need not look at them again and again.
+            gc.collect()
+            gc.freeze()
             server = uvicorn.Server(server_config(gateway.settings, gateway))
             serving = asyncio.create_task(quiet_signals(server).serve(sockets=[listener]))
             stopping = asyncio.create_task(stop.wait())

@@ -10,10 +10,11 @@ import pytest
 import structlog
 from factories_app import EchoBackend, bearer, make_app, make_body, make_documents, make_key, make_settings
 from litestar.testing import AsyncTestClient
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from app.logs import configure_logging
-from app.observability import EngineCollector
+from app.observability import ITL_BUCKETS, EngineCollector
+from app.plain_histogram import PlainHistogram
 from app.settings import LoggingSettings, Settings, TenantSettings
 from engine.outputs import EngineStats, KVTransferStats
 
@@ -135,3 +136,16 @@ def test_transfers_of_kv_blocks_are_counted_by_outcome_and_prompt_tokens_by_sour
     assert metrics['firsttoken_kv_transfers_total{model_name="default",outcome="timeout"}'] == 2
     assert metrics['firsttoken_kv_transfer_bytes_total{model_name="default"}'] == 800
     assert metrics['firsttoken_kv_transfer_recomputed_tokens_total{model_name="default"}'] == 16
+
+
+def test_a_plain_histogram_reads_as_prometheus_own() -> None:
+    name, text = "firsttoken_gap_seconds", "Time between two texts"
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = PlainHistogram(name, text, ITL_BUCKETS, "default")
+    ours.register(plain)
+    child = Histogram(name, text, ["model_name"], buckets=ITL_BUCKETS, registry=theirs).labels("default")
+    assert generate_latest(ours) == generate_latest(theirs)
+    for value in (0.0, 0.01, 0.0100001, 0.3, 1.0, 79.9, 80.0, 81.0, 1e9):
+        plain.observe(value)
+        child.observe(value)
+    assert generate_latest(ours) == generate_latest(theirs)
