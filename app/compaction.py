@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from app.auth import Principal
@@ -15,10 +16,11 @@ from app.receipts import ReplayInputs, encode_receipt
 from app.settings import PolicySettings
 from app.snapshot import Snapshot
 from app.waterfall import STAGES, Stage
-from reducer.config import RecogniseConfig
+from reducer.config import ReducerConfig
 from reducer.embedded_passages import recognise_passages
 from reducer.encoder import Encoder
 from reducer.errors import BudgetExceededError, InvalidPromptError
+from reducer.failures import step
 from reducer.history import read_conversation
 from reducer.ordering import OrderMemory
 from reducer.pipeline import Reducer
@@ -184,7 +186,7 @@ class Compactor:
         Raises ``ContextLengthError`` where what must not be cut is over a limit.
         """
         started = time.perf_counter()
-        self._refuse_by_size(request.parts, budget, policy.reducer.recognise)
+        self._refuse_by_size(request.parts, budget, policy.reducer)
         # Where the template is known, what it prints is known as well.
         unsent_tools = () if self._prompt_encoder.counting == "exact" else request.unsent_tools
         counter = RequestCounter(self._prompt_encoder, request.template_kwargs, unsent_tools)
@@ -245,7 +247,7 @@ class Compactor:
             parts=parts,
         )
 
-    def _refuse_by_size(self, parts: PromptParts, budget: InputBudget, recognise: RecogniseConfig) -> None:
+    def _refuse_by_size(self, parts: PromptParts, budget: InputBudget, config: ReducerConfig) -> None:
         """Refuses at once, before any tokenizing, what cannot fit by its bytes alone.
 
         Templates may strip white space around a message, so only what is inside counts. Passages inside can be cut.
@@ -255,7 +257,10 @@ class Compactor:
             len(text.strip().encode("utf-8", "replace")) for message in protected for text in _texts(message)
         )
         num_tokens = num_bytes // self._prompt_encoder.max_token_bytes
-        if num_tokens > budget.hard.max_input_tokens and recognise_passages(parts, recognise) is None:
+        if num_tokens <= budget.hard.max_input_tokens:
+            return
+        recognise = partial(recognise_passages, parts, config.recognise)
+        if step("recognise", [], config.failure, recognise, None) is None:
             raise self._too_long(num_tokens, budget, is_lower_bound=True)
 
     def _too_long(self, num_tokens: int, budget: InputBudget, *, is_lower_bound: bool = False) -> ContextLengthError:

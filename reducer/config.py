@@ -246,6 +246,8 @@ class FailureConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     access: Literal["closed"] = "closed"
     """Fixed: what nobody has checked reaches no prompt."""
+    recognise: FailureMode = "open"
+    """``open``: passages inside plain messages stay as they are."""
     clean: FailureMode = "open"
     dedup: FailureMode = "open"
     rank: FailureMode = "open"

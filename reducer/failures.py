@@ -9,14 +9,14 @@ import copy
 import dataclasses
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from msgspec import UNSET, UnsetType
 
 from reducer.budget import split_allowance
-from reducer.config import FailureMode, ReducerConfig
+from reducer.config import FailureConfig, FailureMode, ReducerConfig
 from reducer.encoder import Encoder
 from reducer.errors import ReducerError, StageFailedError
 from reducer.fitting import Fitted, render_messages
@@ -33,6 +33,10 @@ Stage = Callable[[Run, ReducerConfig, Encoder | None], str | None]
 FORESEEN = (ReducerError, RecursionError)
 """Mistakes of the request itself, nested too deeply among them: they are told as such."""
 
+_LEFT_ALONE = {
+    "recognise": "passages inside messages stay as they are",
+    "template": "system text and tools as they came",
+}
 _LOG = logging.getLogger("firsttoken.reducer")
 
 
@@ -64,30 +68,39 @@ def run_stage(
     return f"{name} failed ({failure.partition(' ')[0]}): {what}", failure
 
 
-def template_step(failures: list[str], config: ReducerConfig, work: Callable[[], T], instead: T) -> T:
-    """The result of a step that prepares the template, else ``instead``, with the failure added to ``failures``."""
+def step(
+    name: Literal["recognise", "template"],
+    failures: list[str],
+    config: FailureConfig,
+    work: Callable[[], T],
+    instead: T,
+) -> T:
+    """The result of a step around the stages, else ``instead``, with the failure added to ``failures``.
+
+    Raises ``StageFailedError`` where it fails and is set to ``closed``.
+    """
     try:
         return work()
     except FORESEEN:
         raise
     except Exception as error:
-        failure = note_failure("template", config.failure.template, error)
-        if config.failure.template == "closed":
-            raise StageFailedError("template", f"{failure}, and it is set to refuse then") from error
+        mode: FailureMode = getattr(config, name)
+        failure = note_failure(name, mode, error)
+        if mode == "closed":
+            raise StageFailedError(name, f"{failure}, and it is set to refuse then") from error
         failures.append(failure)
         return instead
 
 
-def template_report(run: Run) -> StageReport | None:
-    """What is told of failed steps of the template; ``None`` where none failed."""
-    if not run.template_failures:
-        return None
-    failure = run.template_failures[0]
-    why = f"template failed ({failure.partition(' ')[0]}): system text and tools as they came"
-    num_tokens = run.num_tokens
-    return StageReport(
-        stage="template", tokens_before=num_tokens, tokens_after=num_tokens, ms=0.0, degraded=why, failure=failure
+def step_reports(name: Literal["recognise", "template"], failures: Sequence[str], num_tokens: int) -> list[StageReport]:
+    """What is told of failed steps: one report, or none where none failed. ``num_tokens`` is what they left alone."""
+    if not failures:
+        return []
+    why = f"{name} failed ({failures[0].partition(' ')[0]}): {_LEFT_ALONE[name]}"
+    report = StageReport(
+        stage=name, tokens_before=num_tokens, tokens_after=num_tokens, ms=0.0, degraded=why, failure=failures[0]
     )
+    return [report]
 
 
 def note_failure(stage: str, mode: FailureMode, error: Exception) -> str:

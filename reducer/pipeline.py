@@ -19,7 +19,7 @@ from reducer.deadline import Deadline, DeadlineEncoder, DeadlineReranker
 from reducer.embedded_passages import recognise_passages, reduce_in_place
 from reducer.encoder import Encoder, ScopedEncoder
 from reducer.errors import BudgetExceededError, InvalidPromptError, StageFailedError
-from reducer.failures import FORESEEN, note_failure, run_stage, template_report, template_step
+from reducer.failures import FORESEEN, note_failure, run_stage, step, step_reports
 from reducer.fitting import render_messages
 from reducer.history import HistoryOutcome, count_turns, make_query, read_conversation
 from reducer.ordering import OrderMemory, passage_key
@@ -85,22 +85,33 @@ class Reducer:
         ``bypass`` applies the access filter and nothing else. Raises InvalidPromptError for messages or passages that
         cannot be reduced, BudgetExceededError when what must not be cut does not fit.
         """
-        recognised = None if bypass else recognise_passages(parts, self._config.recognise)
-        if recognised is not None:
-            return reduce_in_place(
-                parts,
-                recognised,
-                budget,
-                lambda parts, budget: self._for_messages().reduce(
-                    parts,
-                    budget=budget,
-                    # The caller's own message has no access labels and needs none.
-                    caller=replace(caller, deny_unlabelled=False),
-                    cache_scope=cache_scope,
-                    deadline_s=deadline_s,
-                ),
-                CachedCounter(self._counter),
-            )
+        scope, config = cache_scope, self._config
+        if bypass:
+            return self._reduce(parts, budget, caller, bypass=True, cache_scope=scope, deadline_s=deadline_s)
+        failures: list[str] = []
+        recognise = partial(recognise_passages, parts, config.recognise)
+        if (found := step("recognise", failures, config.failure, recognise, None)) is not None:
+            # The caller's own message has no access labels and needs none.
+            everyone = replace(caller, deny_unlabelled=False)
+            below = partial(self._for_messages()._reduce, caller=everyone, cache_scope=scope, deadline_s=deadline_s)
+            in_place = partial(reduce_in_place, parts, found, budget, below, CachedCounter(self._counter))
+            if (result := step("recognise", failures, config.failure, in_place, None)) is not None:
+                return result
+        result = self._reduce(parts, budget, caller, cache_scope=scope, deadline_s=deadline_s)
+        reports = step_reports("recognise", failures, result.original_prompt_tokens)
+        return msgspec.structs.replace(result, stages=[*reports, *result.stages]) if reports else result
+
+    def _reduce(
+        self,
+        parts: PromptParts,
+        budget: Budget,
+        caller: Caller,
+        *,
+        bypass: bool = False,
+        cache_scope: str = "",
+        deadline_s: float | None = None,
+    ) -> ReductionResult:
+        """Reduces documents and history; messages are not looked into. As ``reduce``."""
         started = time.perf_counter()
         deadline = Deadline(self._config.deadline_s if deadline_s is None else deadline_s, self._clock)
         run = self._read(parts, budget, caller, is_raw=bypass)
@@ -134,7 +145,7 @@ class Reducer:
             degraded, failure = run_stage(name, stage, run, self._config, encoder)
             run.reports.append(_report(name, num_before, run, started, degraded, failure))
         assert run.fitted is not None, "the last stage fits the prompt"
-        template_step(run.template_failures, self._config, lambda: _remember_order(run), None)
+        step("template", run.template_failures, self._config.failure, lambda: _remember_order(run), None)
         prefix = None if run.is_late else self._report_prefix(run)
         is_same = run.fitted.messages == run.unreduced
         return _result(
@@ -168,7 +179,7 @@ class Reducer:
     def _report_prefix(self, run: Run) -> PrefixReport | None:
         block_size = self._config.template.block_size
         work = partial(report_prefix, run.prepared, self._counter, block_size)
-        return template_step(run.template_failures, self._config, work, None)
+        return step("template", run.template_failures, self._config.failure, work, None)
 
     def _read(self, received: PromptParts, budget: Budget, caller: Caller, *, is_raw: bool) -> Run:
         """Check, filter and count what came in; ``is_raw`` leaves tools and system text alone. Raises as ``reduce``."""
@@ -178,7 +189,7 @@ class Reducer:
         prepared, failures = Prepared(received), list[str]()
         if not is_raw:
             work = partial(prepare, received, conversation, self._config.template)
-            prepared = template_step(failures, self._config, work, prepared)
+            prepared = step("template", failures, self._config.failure, work, prepared)
         parts, question = prepared.parts, conversation.question
         readable = readable_passages(parts.passages, caller)
         counter = CachedCounter(self._counter)
@@ -275,7 +286,6 @@ def _result(
     prefix: PrefixReport | None,
     pass_through: str | None,
 ) -> ReductionResult:
-    template = template_report(run)
     return ReductionResult(
         messages=messages,
         tools=[dict(tool) for tool in run.parts.tools],
@@ -285,7 +295,7 @@ def _result(
         documents=decide_documents(run.candidates, selected, run.filtered),
         denied_documents=run.num_denied,
         turns=list(run.history.decisions),
-        stages=run.reports if template is None else [*run.reports, template],
+        stages=[*run.reports, *step_reports("template", run.template_failures, run.num_tokens)],
         prefix=prefix,
         deadline_expired=run.is_late,
         pass_through=pass_through,

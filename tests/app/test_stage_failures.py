@@ -105,3 +105,23 @@ async def test_an_answer_without_a_failure_says_nothing_of_one() -> None:
         answer = await http.post(CHAT, json=BODY, headers=bearer())
     assert "x-firsttoken-failed-stages" not in answer.headers
     assert all("failure" not in stage for stage in answer.json()["firsttoken"]["stages"])
+
+
+async def test_a_message_whose_passages_cannot_be_recognised_goes_on_whole_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError(f"cannot read {SECRET}")
+
+    monkeypatch.setattr("reducer.pipeline.recognise_passages", fail)
+    monkeypatch.setattr("app.compaction.recognise_passages", fail)
+    text = "".join(f"<document>Room {n} holds {n} chairs.</document>\n" for n in range(30)) + "How many?"
+    body = make_body(messages=[{"role": "user", "content": text}])
+    async with client(EchoBackend()) as http:
+        answer = await http.post(CHAT, json=body, headers=bearer())
+    assert (answer.status_code, answer.headers["x-firsttoken-failed-stages"]) == (200, "recognise")
+    assert "stay as they are" in answer.json()["firsttoken"]["degraded"]["recognise"]
+    async with client(EchoBackend(), recognise="closed") as http:
+        refused = await http.post(CHAT, json=body, headers=bearer())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stage_failed")
+    assert SECRET not in answer.text + refused.text + caplog.text

@@ -167,3 +167,36 @@ def test_a_failing_history_keeps_the_last_turns_from_one_of_the_user_on(monkeypa
     assert kept == list(range(kept[0], len(HISTORY) + 1))
     assert PARTS.messages[kept[0]]["role"] == "user"
     assert {turn.action for turn in result.turns} == {"kept", "dropped"}
+
+
+QUOTED = make_parts(
+    "Context:\n"
+    + "".join(f"<document>{passage.text} {passage.text}</document>\n" for passage in PASSAGES)
+    + "Which word?",
+    system="Be short.",
+)
+
+
+@pytest.mark.parametrize("place", ["recognise_passages", "reduce_in_place"])
+def test_messages_stay_whole_where_the_passages_in_them_cannot_be_recognised(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    whole = reduce(QUOTED, 2000)
+    assert len(whole.documents) == len(PASSAGES)
+    monkeypatch.setattr(f"reducer.pipeline.{place}", boom)
+    result = reduce(QUOTED, 2000)
+    assert result.messages == list(QUOTED.messages)
+    report = result.stages[0]
+    assert report.stage == "recognise"
+    assert report.degraded == "recognise failed (KeyError): passages inside messages stay as they are"
+    assert SECRET not in str(result.stages)
+    with pytest.raises(StageFailedError, match="The recognise stage") as caught:
+        reduce(QUOTED, 2000, recognise="closed")
+    assert SECRET not in str(caught.value)
+
+
+def test_bypass_looks_for_no_passages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reducer.pipeline.recognise_passages", boom)
+    reducer = Reducer(ReducerConfig(failure=FailureConfig(recognise="closed")), WordCounter(), None)
+    result = reducer.reduce(QUOTED, budget=Budget(2000, "request"), caller=Caller(), bypass=True)
+    assert result.messages == list(QUOTED.messages)
