@@ -83,7 +83,7 @@ bench-peers: setup ## vLLM, OpenVINO GenAI and llama.cpp on one RAG workload; ha
 	-eval/benches/peers/make_vllm_cpu.sh $(PEERS)/vllm $$($(BIN)/python -c 'from engine.model_store import resolve_model; print(resolve_model("smollm2-135m-instruct"))') $(PEERS)/smollm2
 	-eval/benches/peers/make_openvino.sh $(PEERS)/openvino
 	-eval/benches/peers/make_llama_cpp.sh $(PEERS)/llama $$($(BIN)/python -c 'from engine.model_store import resolve_model; print(resolve_model("smollm2-135m-instruct"))')
-	$(BIN)/python -m eval.benches.bench_peers $(DATA) --peers $(PEERS) --output eval/results/peers.json --readme README.md
+	$(BIN)/python -m eval.benches.bench_peers $(DATA) --peers $(PEERS) --output eval/results/peers.json --page RESULTS.md
 	$(BIN)/firsttoken eval report eval/results/peers.json --html build/peers.html --markdown build/peers.md
 
 QUANTIZATION ?= int8
@@ -98,8 +98,8 @@ eval-planted: setup ## planted regressions must fail the gates, identical polici
 	$(BIN)/python -m eval.benches.bench_planted $(DATA) --output eval/results/planted.json
 
 CASES ?= 100
-eval-committed: setup ## recall of the default policy over all sets, and the README table; forty minutes, resumable
-	$(BIN)/python -m eval.benches.bench_committed $(DATA) --limit $(CASES) --output eval/results/recall.json --readme README.md
+eval-committed: setup ## recall of the default policy over all sets, and its table in RESULTS.md; forty minutes, resumable
+	$(BIN)/python -m eval.benches.bench_committed $(DATA) --limit $(CASES) --output eval/results/recall.json --page RESULTS.md
 
 RATE ?= 0.5
 eval-load: setup ## open-loop load of questions with redundant passages on an own gateway; five minutes

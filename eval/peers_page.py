@@ -69,8 +69,8 @@ def ratio_rows(report: PeersReport) -> list[tuple[str, ...]]:
     ]
 
 
-def readme_table(report: PeersReport) -> str:
-    """What stands between the two marks of the README: servers under load, then the ratios."""
+def result_table(report: PeersReport) -> str:
+    """What stands between the two marks of RESULTS.md: servers under load, then the ratios."""
     lines = [
         "| | TTFT P50 / P95, ms | alone, P50 | prompt tokens | hit rate | contains | failed | memory, GiB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""The committed recall of the default policy over many sets: figures without texts, and the README's table of them."""
+"""The committed recall of the default policy over many sets: figures without texts, and the page's table of them."""
 
 from collections.abc import Sequence
 
@@ -167,8 +167,8 @@ def _answers(row: AnswerSummary, comparisons: Sequence[Comparison]) -> AnswersCe
     )
 
 
-def readme_tables(result: CommittedRecall) -> str:
-    """What stands between the two marks of the README."""
+def result_tables(result: CommittedRecall) -> str:
+    """What stands between the two marks of the page."""
     lines = _recall_lines(result)
     if any(item.answers for item in result.sets):
         lines += ["", *_answer_lines(result)]

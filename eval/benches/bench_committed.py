@@ -1,6 +1,6 @@
-"""The committed recall of the default policy: ``firsttoken eval recall`` over all sets, and the README table.
+"""The committed recall of the default policy: ``firsttoken eval recall`` over all sets, and the table of RESULTS.md.
 
-    python -m eval.benches.bench_committed ../shared/data --output eval/results/recall.json --readme README.md
+    python -m eval.benches.bench_committed ../shared/data --output eval/results/recall.json --page RESULTS.md
 
 Every set is reduced without a budget and at shares of its passages' tokens, by one gateway with the example
 configuration; with ``--answers`` also answered from full and reduced prompts. Cases are spread evenly over a file, so
@@ -24,8 +24,8 @@ from eval.datasets import Dataset, read_dataset
 from eval.errors import EvalError
 from eval.launcher import started_gateway
 from eval.manifest import make_machine_manifest
-from eval.readme import update
-from eval.recall_table import MARKS, CommittedRecall, CommittedSet, make_set, readme_tables
+from eval.page_blocks import update
+from eval.recall_table import MARKS, CommittedRecall, CommittedSet, make_set, result_tables
 from eval.records import RecallReport, encode_report
 
 SETS = (
@@ -108,7 +108,7 @@ def measure_set(
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default="build/recall", show_default=True)
 @click.option("--keep", is_flag=True, help="Take kept results of other commits too.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
-@click.option("--readme", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Put the table there.")
+@click.option("--page", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Put the table there.")
 def main(
     data: Path,
     limit: int,
@@ -117,7 +117,7 @@ def main(
     work: Path,
     keep: bool,
     output: Path | None,
-    readme: Path | None,
+    page: Path | None,
 ) -> None:
     """Measure the default policy over the sets of DATA; exit status 1 where a request failed."""
     console = Console(width=200)
@@ -137,9 +137,9 @@ def main(
                     found.append(measure_set(name, data, work, url, sizes, None if keep else manifest.commit))
                 console.print(f"{name}: done after {(time.monotonic() - begun) / 60:.1f} minutes", highlight=False)
         result = CommittedRecall(manifest=manifest, sets=found, skipped=SKIPPED)
-        table = readme_tables(result)
-        if readme is not None:
-            update(readme, MARKS, table)
+        table = result_tables(result)
+        if page is not None:
+            update(page, MARKS, table)
     except (EvalError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if output is not None:

@@ -46,11 +46,11 @@ from eval.load import run_load, warm_up_requests
 from eval.load_records import DEFINITIONS, RequestRecord
 from eval.load_summary import summarise_bucket
 from eval.manifest import DataFile, Manifest, make_manifest
-from eval.peers_page import MARKS, print_peers, readme_table
+from eval.page_blocks import update
+from eval.peers_page import MARKS, print_peers, result_table
 from eval.peers_records import PeerArm, PeersReport
 from eval.peers_summary import compare_servers, requirements
 from eval.prompts import bypassing
-from eval.readme import update
 from eval.records import encode_report
 from eval.streaming_client import StreamingClient
 
@@ -355,7 +355,7 @@ def make_report(
     "--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/peers"), show_default=True
 )
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
-@click.option("--readme", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Put the table there.")
+@click.option("--page", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Put the table there.")
 @click.option("--only", multiple=True, help="Servers by name; all by default.")
 @click.option("--requests", "max_requests", type=click.IntRange(min=MIN_REQUESTS), default=60, show_default=True)
 @click.option("--alone", "num_alone", type=click.IntRange(min=2), default=6, show_default=True, help="Without load.")
@@ -370,7 +370,7 @@ def main(
     folder: Path,
     work: Path,
     output: Path | None,
-    readme: Path | None,
+    page: Path | None,
     only: tuple[str, ...],
     fresh: bool,
     **given: Any,
@@ -398,8 +398,8 @@ def main(
     print_peers(console, report)
     if output is not None:
         output.write_bytes(encode_report(report))
-    if readme is not None:
-        update(readme, MARKS, readme_table(report))
+    if page is not None:
+        update(page, MARKS, result_table(report))
     console.print(f"{(time.monotonic() - begun) / 60:.1f} minutes", highlight=False)
     if not all(item.is_met for item in report.requirements):
         sys.exit(1)

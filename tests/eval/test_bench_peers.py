@@ -33,9 +33,9 @@ from eval.datasets import Dataset
 from eval.errors import DataError, EvalError
 from eval.gateway import PromptRequest
 from eval.load_records import RequestRecord
-from eval.peers_page import MARKS, readme_table
+from eval.page_blocks import between
+from eval.peers_page import MARKS, result_table
 from eval.peers_summary import compare_servers, ratio_of_percentiles, requirements
-from eval.readme import between
 from eval.records import encode_report
 from eval.samples import Case
 
@@ -247,7 +247,7 @@ def test_servers_are_measured_in_both_orders_kept_and_reported(tmp_path: Path, m
     page = (tmp_path / "peers.md").read_text(encoding="utf-8")
     for text in ("absent was not measured: not here", "TTFT P95 ratio", "word for word", "Manifest"):
         assert text in page
-    table = readme_table(report).splitlines()
+    table = result_table(report).splitlines()
     assert table[2].startswith("| quick 1.0 |")
     assert table[2].count("|") == table[0].count("|") == table[4].count("|")
     assert str(tmp_path) not in page + result.read_text(encoding="utf-8")
@@ -367,5 +367,5 @@ def test_the_committed_result_is_whole() -> None:
     assert report.arms[0].name == OURS
     assert [arm.missing for arm in report.arms] == [None] * 4
     assert all(item.is_met for item in report.requirements)
-    readme = (file.parents[2] / "README.md").read_text(encoding="utf-8")
-    assert between(MARKS, readme_table(report)) in readme
+    page = (file.parents[2] / "RESULTS.md").read_text(encoding="utf-8")
+    assert between(MARKS, result_table(report)) in page

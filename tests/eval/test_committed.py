@@ -1,4 +1,4 @@
-"""The committed results: what is kept of a run, the README table made of it, and the planted regressions' bench."""
+"""The committed results: what is kept of a run, the table made of it, and the planted regressions' bench."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ from eval.cli import eval_group
 from eval.datasets import read_dataset
 from eval.errors import EvalError
 from eval.manifest import MachineManifest
-from eval.readme import between, put_into
-from eval.recall_table import MARKS, CommittedRecall, make_set, readme_tables
+from eval.page_blocks import between, put_into
+from eval.recall_table import MARKS, CommittedRecall, make_set, result_tables
 from eval.records import RecallReport
 
 RESULTS = REPOSITORY / "eval" / "results"
@@ -56,7 +56,7 @@ def test_figures_are_kept_and_texts_are_not(tmp_path: Path) -> None:
 
 
 def test_the_table_is_put_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
-    table = readme_tables(_result(tmp_path))
+    table = result_tables(_result(tmp_path))
     row = next(line for line in table.splitlines() if line.startswith("| made | 6 | answers |"))
     assert row.count("|") == table.splitlines()[0].count("|") == table.splitlines()[1].count("|")
     assert "| made | 6 of 6 |" in table
@@ -149,18 +149,18 @@ def test_every_set_is_measured_or_said_to_be_skipped() -> None:
 
 def test_the_command_measures_a_set_and_writes_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cases(tmp_path / "nq.jsonl.gz", [rag_case(f"q-{place}", gold_at=place) for place in range(6)])
-    readme = tmp_path / "README.md"
-    readme.write_text(f"text\n{MARKS[0]}\n{MARKS[1]}\n", encoding="utf-8")
+    page = tmp_path / "RESULTS.md"
+    page.write_text(f"text\n{MARKS[0]}\n{MARKS[1]}\n", encoding="utf-8")
     output = tmp_path / "recall.json"
     with running(FakeGateway()) as url:
         monkeypatch.setattr("eval.benches.bench_committed.started_gateway", lambda **options: _given(url))
         arguments = [tmp_path, "--limit", 4, "--answers", 2, "--sets", "nq", "--work", tmp_path / "work"]
-        arguments += ["--output", output, "--readme", readme]
+        arguments += ["--output", output, "--page", page]
         result = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     written = msgspec.json.decode(output.read_bytes(), type=CommittedRecall)
     assert [(item.name, item.num_cases, item.num_answer_cases) for item in written.sets] == [("nq", 4, 2)]
-    assert readme.read_text(encoding="utf-8") == f"text\n{between(MARKS, readme_tables(written))}\n"
+    assert page.read_text(encoding="utf-8") == f"text\n{between(MARKS, result_tables(written))}\n"
     assert str(tmp_path) not in output.read_text(encoding="utf-8")
 
 
@@ -177,13 +177,13 @@ class _given:
         pass
 
 
-def test_the_readme_holds_the_table_of_the_committed_result() -> None:
+def test_the_results_page_holds_the_table_of_the_committed_result() -> None:
     file = RESULTS / "recall.json"
     if not file.is_file():
         pytest.skip("no recall over all sets is committed yet")
     committed = msgspec.json.decode(file.read_bytes(), type=CommittedRecall)
     assert [item.name for item in committed.sets] == list(SETS)
-    assert between(MARKS, readme_tables(committed)) in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert between(MARKS, result_tables(committed)) in (REPOSITORY / "RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_the_committed_gates_stopped_every_fault_and_nothing_else() -> None:

@@ -1,4 +1,4 @@
-"""Blocks of the README that are made from committed results, each between two marks."""
+"""Blocks of a Markdown page that are made from committed results, each between two marks."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ Marks = tuple[str, str]
 
 
 def between(marks: Marks, block: str) -> str:
-    """The block as it stands in the README, marks included."""
+    """The block as it stands in the page, marks included."""
     begin, end = marks
     return f"{begin}\n\n{block}\n\n{end}"
 
