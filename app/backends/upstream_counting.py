@@ -39,6 +39,8 @@ MAX_OPENAI_TOKEN_BYTES = 128
 MAX_CACHED_TEXTS = 4096
 MAX_ENCODED_CHARS = 500_000
 """The package refuses a million; a longer text is encoded in parts."""
+MAX_DENSE_CHARS = 50_000
+"""The package refuses 200,000 tokens as well: parts of a text that has so many have at most four for a character."""
 CUT_WINDOW_CHARS = 4096
 """Where a part may end, before its limit."""
 
@@ -300,18 +302,22 @@ def openai_encoding(name: str) -> OpenAIEncoding:
 
 def _encode_ordinary(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
     if len(text) > MAX_ENCODED_CHARS:
-        return [token for piece in _pieces(text) for token in _encode_ordinary(encode, piece)]
+        return [token for piece in _pieces(text, MAX_ENCODED_CHARS) for token in _encode_ordinary(encode, piece)]
     try:
         return list(encode(text))
     except UnicodeEncodeError:  # a lone surrogate has no UTF-8
-        return list(encode(text.encode("utf-8", "replace").decode()))
+        return _encode_ordinary(encode, text.encode("utf-8", "replace").decode())
+    except ValueError:  # more tokens than the package takes at once: a token or more for each character
+        if len(text) <= MAX_DENSE_CHARS:
+            raise
+        return [token for piece in _pieces(text, MAX_DENSE_CHARS) for token in _encode_ordinary(encode, piece)]
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: str, max_chars: int) -> Iterator[str]:
     """A long text in parts that have the same tokens: cut before a word, where all encodings cut as well."""
     start = 0
-    while len(text) - start > MAX_ENCODED_CHARS:
-        end = start + MAX_ENCODED_CHARS
+    while len(text) - start > max_chars:
+        end = start + max_chars
         cuts = [match.start() for match in _WORD_BEGINNING.finditer(text, end - CUT_WINDOW_CHARS, end)]
         end = cuts[-1] if cuts else end
         yield text[start:end]

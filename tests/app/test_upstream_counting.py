@@ -202,3 +202,12 @@ def test_a_long_text_has_the_same_tokens_in_parts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(upstream_counting, "MAX_ENCODED_CHARS", 5000)
     assert encode(text) == whole
     assert len(encode("字" * 20_000)) > 5000
+
+
+@pytest.mark.parametrize("ending", ["", "\ud800"])
+def test_a_text_with_more_tokens_than_the_package_takes_at_once_is_counted(ending: str) -> None:
+    encode = openai_encoding("o200k_base").encode
+    words = random.Random(0).choices([chr(number) for number in range(0x20000, 0x20400)], k=400)
+    line = "".join(words) + " and "
+    num_lines = 200_000 // len(encode(line)) + 2
+    assert len(encode(line * num_lines + ending)) >= num_lines * len(encode(line)) > 200_000
