@@ -19,7 +19,15 @@ from app.settings import LoggingSettings
 
 MAX_FRAMES = 30
 MAX_CHAIN = 5
-CHATTY = ("httpx", "httpcore", "sentence_transformers", "urllib3", "aiohttp", "opentelemetry")
+CHATTY = (
+    "alembic.runtime.plugins",
+    "httpx",
+    "httpcore",
+    "sentence_transformers",
+    "urllib3",
+    "aiohttp",
+    "opentelemetry",
+)
 
 
 def configure_logging(settings: LoggingSettings, stream: TextIO | None = None) -> None:
