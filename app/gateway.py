@@ -26,6 +26,7 @@ from app.tenancy import Tenancy
 from app.workers import WorkerPool
 from engine.cost_model import PrefillCostModel
 from engine.errors import ModelError
+from engine.process_logs import LogStyle
 from reducer.encoder import Encoder
 from reducer.reranker import Reranker
 
@@ -257,5 +258,7 @@ def make_gateway(settings: Settings, backend: Backend | None = None) -> Gateway:
     if backend is None:
         from app.backends.embedded import EmbeddedBackend
 
-        backend = EmbeddedBackend(settings.engine, workers, settings.disaggregation)
+        logging = settings.logging
+        logs = LogStyle(level=logging.level, format=logging.format, exception_text=logging.exception_text)
+        backend = EmbeddedBackend(settings.engine, workers, settings.disaggregation, logs)
     return Gateway(settings, workers, backend)

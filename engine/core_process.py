@@ -25,6 +25,7 @@ import zmq
 from engine.config import EngineConfig
 from engine.errors import AdmissionError
 from engine.outputs import AbortRequest, EngineStats, GenerateRequest, ModelInfo, RequestOutput
+from engine.process_logs import LogStyle, configure_process_logs
 from engine.start_journal import StartJournal
 from engine.wire import (
     CoreMessage,
@@ -69,7 +70,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def run_engine_core(address: str, folder: str, config: bytes, factory: str, parent_pid: int) -> None:
+def run_engine_core(address: str, folder: str, config: bytes, factory: str, parent_pid: int, logs: LogStyle) -> None:
     """Entry point of the process.
 
     Args:
@@ -78,10 +79,11 @@ def run_engine_core(address: str, folder: str, config: bytes, factory: str, pare
         config: EngineConfig in msgpack.
         factory: ``module:attribute`` of a callable that makes an ``Engine`` from an EngineConfig.
         parent_pid: process id of the client.
+        logs: how this process logs.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the client decides when to stop
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # so may the client's signal to read its configuration anew
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_process_logs(logs)
     threading.Thread(target=_leave_with_parent, args=(parent_pid, folder), daemon=True, name="parent-watch").start()
     with zmq.Context() as context:
         socket = context.socket(zmq.PAIR)

@@ -31,6 +31,7 @@ from engine.disaggregated_stats import sum_stats, sum_timings
 from engine.errors import EngineDeadError, EngineError
 from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
 from engine.process import DEFAULT_ENGINE, EngineClient, RestartPolicy
+from engine.process_logs import LogStyle
 from engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ class DisaggregatedClient:
         *,
         factory: str = DEFAULT_ENGINE,
         restart: RestartPolicy | None = None,
+        logs: LogStyle | None = None,
     ) -> "DisaggregatedClient":
         """Start all engine processes; policy and shortest prompt are those of the first decode engine.
 
@@ -150,7 +152,9 @@ class DisaggregatedClient:
             for config in configs:
                 if config.kv_transfer.role != role:
                     raise ValueError(f"kv_transfer.role must be {role!r}, got {config.kv_transfer.role!r}")
-        starts = [EngineClient.start(config, factory=factory, restart=restart) for config in [*prefill, *decode]]
+        starts = [
+            EngineClient.start(config, factory=factory, restart=restart, logs=logs) for config in [*prefill, *decode]
+        ]
         results = await asyncio.gather(*starts, return_exceptions=True)
         clients = [result for result in results if isinstance(result, EngineClient)]
         try:

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from engine.core_process import JOURNAL_NAME, run_engine_core
 from engine.errors import EngineError
+from engine.process_logs import LogStyle
 from engine.start_journal import read_started
 from engine.wire import ClientMessage, CoreMessage, ShutdownRequest, core_message_decoder, encoder
 
@@ -28,8 +29,8 @@ _POLL_S = 1.0
 class EngineProcess:
     """A spawned engine process. Belongs to the event loop it was spawned in."""
 
-    def __init__(self, config: bytes, factory: str) -> None:
-        """Spawn the process; ``config`` and ``factory`` as for ``run_engine_core``."""
+    def __init__(self, config: bytes, factory: str, logs: LogStyle) -> None:
+        """Spawn the process; ``config``, ``factory`` and ``logs`` as for ``run_engine_core``."""
         self._folder = _make_private_folder()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -39,7 +40,7 @@ class EngineProcess:
         self._socket.bind(address)
         self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine_core,
-            args=(address, str(self._folder), config, factory, os.getpid()),
+            args=(address, str(self._folder), config, factory, os.getpid(), logs),
             name="firsttoken-engine",
             daemon=True,
         )

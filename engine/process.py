@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.engine_process import EngineProcess
 from engine.errors import AdmissionError, EngineDeadError, EngineError
 from engine.outputs import AbortRequest, EngineStats, GenerateRequest, ModelInfo, RequestOutput
+from engine.process_logs import LogStyle
 from engine.wire import EngineFailed, EngineReady, OutputBatch, RequestRefused, to_exception
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ class _PendingRequest:
 class EngineClient:
     """Client of one engine. Made by ``start``; belongs to the event loop it was started in."""
 
-    def __init__(self, config: EngineConfig, chat: ChatTokenizer, factory: str, restart: RestartPolicy) -> None:
+    def __init__(
+        self, config: EngineConfig, chat: ChatTokenizer, factory: str, restart: RestartPolicy, logs: LogStyle
+    ) -> None:
         """For ``start``, which also launches the process."""
         self.chat = chat
         """Chat template and tokenizer of the served model, in this process."""
@@ -87,6 +90,7 @@ class EngineClient:
         self._config = msgspec.msgpack.encode(config)
         self._factory = factory
         self._restart = restart
+        self._logs = logs
         self._process: EngineProcess | None = None
         self._info: ModelInfo | None = None
         self._stats = _NO_STATS
@@ -101,18 +105,24 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, factory: str = DEFAULT_ENGINE, restart: RestartPolicy | None = None
+        cls,
+        config: EngineConfig,
+        *,
+        factory: str = DEFAULT_ENGINE,
+        restart: RestartPolicy | None = None,
+        logs: LogStyle | None = None,
     ) -> "EngineClient":
         """Start the engine process and wait until it has loaded the model.
 
-        ``factory`` is ``module:attribute`` of what makes the engine from a config in the new process.
+        ``factory`` is ``module:attribute`` of what makes the engine from a config in the new process;
+        ``logs`` is how that process logs.
         Raises ModelError when the model cannot be found or read, EngineError when the start fails otherwise.
         """
         path = await asyncio.to_thread(_resolve_model, config.model.model)
         # The child gets the path: it then needs neither network nor catalogue, and a restart serves the same files.
         resolved = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, model=str(path)))
         chat = await asyncio.to_thread(ChatTokenizer.from_path, path)
-        client = cls(resolved, chat, factory, restart or RestartPolicy())
+        client = cls(resolved, chat, factory, restart or RestartPolicy(), logs or LogStyle())
         process = await client._launch()
         client._supervisor = asyncio.create_task(client._supervise(process), name="engine-supervisor")
         return client
@@ -228,7 +238,7 @@ class EngineClient:
         """Start a process and wait until it is ready. Leaves nothing behind when that fails or is cancelled."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        process = EngineProcess(self._config, self._factory)
+        process = EngineProcess(self._config, self._factory, self._logs)
         hello = asyncio.create_task(process.receive())
         ended = asyncio.create_task(process.wait_ended())
         try:

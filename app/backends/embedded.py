@@ -17,6 +17,7 @@ from engine.disaggregated_client import DisaggregatedClient
 from engine.errors import AdmissionError, EngineDeadError, PromptTooLongError
 from engine.outputs import EngineStats, GenerateRequest, ModelInfo, RequestOutput
 from engine.process import EngineClient
+from engine.process_logs import LogStyle
 
 
 class ChatEncoder:
@@ -61,9 +62,15 @@ class EmbeddedBackend:
     """Owns the engine process, or those of prefill and decode, from ``start`` to ``close``."""
 
     def __init__(
-        self, config: EngineConfig, workers: WorkerPool, disaggregation: DisaggregationSettings | None = None
+        self,
+        config: EngineConfig,
+        workers: WorkerPool,
+        disaggregation: DisaggregationSettings | None = None,
+        logs: LogStyle | None = None,
     ) -> None:
+        """``logs`` is how the engine's process logs."""
         self._config = config
+        self._logs = logs
         self._workers = workers
         self._disaggregation = disaggregation or DisaggregationSettings()
         self._client: EngineClient | DisaggregatedClient | None = None
@@ -78,10 +85,11 @@ class EmbeddedBackend:
 
     async def _start_client(self) -> EngineClient | DisaggregatedClient:
         if not self._disaggregation.is_on:
-            return await EngineClient.start(self._config)
+            return await EngineClient.start(self._config, logs=self._logs)
         return await DisaggregatedClient.start(
             [self._with_role("prefill")] * self._disaggregation.num_prefill_engines,
             [self._with_role("decode")] * self._disaggregation.num_decode_engines,
+            logs=self._logs,
         )
 
     def _with_role(self, role: KVRole) -> EngineConfig:
