@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from app.auth import key_digest, unknown_key
 from app.errors import AuthenticationError, NotFoundError, PermissionDeniedError
 from app.gateway import Gateway
-from app.http_io import GatewayRequest, gateway_of, read_body
+from app.http_io import GatewayRequest, gateway_of, note_operator, read_body
 
 if TYPE_CHECKING:
     from app.storage.service import Storage
@@ -24,8 +24,10 @@ async def require_admin_key(request: GatewayRequest) -> None:
     """Raises ``AuthenticationError`` without a key or an unknown one, ``PermissionDeniedError`` with a tenant's."""
     gateway = gateway_of(request)
     authorization = request.headers.get("authorization")
-    if not is_admin_key(key_digest(authorization), gateway.settings.admin.key_sha256):
+    digest = key_digest(authorization)
+    if not is_admin_key(digest, gateway.settings.admin.key_sha256):
         await _refuse(gateway, authorization)
+    note_operator(request.scope, digest)
 
 
 async def require_admin(request: GatewayRequest) -> "Storage":

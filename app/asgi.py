@@ -21,6 +21,7 @@ from app.controllers.system import SystemController
 from app.error_answers import answer_error
 from app.gateway import Gateway, make_gateway
 from app.http_io import RequestIdMiddleware
+from app.request_log import RequestLogMiddleware
 from app.settings import Settings
 
 
@@ -67,7 +68,7 @@ def create_app(
         debug=False,
     )
     # Around the router, so that unknown paths are known as well; Litestar's own middlewares begin behind it.
-    app.asgi_handler = RequestIdMiddleware(app.asgi_handler)
+    app.asgi_handler = RequestLogMiddleware(RequestIdMiddleware(app.asgi_handler))
     if gateway.tracing is not None:
         from app.tracing import TracingMiddleware
 

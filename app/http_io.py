@@ -26,10 +26,12 @@ T = TypeVar("T")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SCOPE_KEY = "firsttoken.request_id"
 _CALLER_KEY = "firsttoken.caller"
+_OPERATOR_KEY = "firsttoken.operator"
 _TRUE = ("1", "true", "yes", "on")
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_DISCARD_S = 5.0
+NUM_SHOWN_DIGITS = 8
 
 
 def request_id_of(scope: Scope) -> str:
@@ -48,12 +50,20 @@ def note_caller(scope: Scope, principal: Principal) -> None:
     scope[_CALLER_KEY] = principal  # type: ignore[literal-required]
 
 
+def note_operator(scope: Scope, digest: str) -> None:
+    """By which admin key something is done: the beginning of its SHA-256, which stands in the configuration."""
+    scope[_OPERATOR_KEY] = digest[:NUM_SHOWN_DIGITS]  # type: ignore[literal-required]
+
+
 def log_fields(scope: Scope) -> dict[str, str]:
     """What identifies a request in a log: its id, and its caller and its trace where they are known."""
     fields = {"request_id": request_id_of(scope)}
     caller: Principal | None = scope.get(_CALLER_KEY)  # type: ignore[assignment]
     if caller is not None:
         fields |= {"tenant": caller.tenant_id, "key": caller.key_name}
+    operator: str | None = scope.get(_OPERATOR_KEY)  # type: ignore[assignment]
+    if operator is not None:
+        fields["operator"] = operator
     trace = trace_of(scope, Headers.from_scope(scope))
     if trace is not None:
         fields["trace_id"] = trace.trace_id

@@ -32,19 +32,13 @@ from opentelemetry.util.types import AttributeValue
 from app.errors import ConfigError, ErrorAnswer, answer_of
 from app.generation import Generation
 from app.metric_labels import CODES
+from app.probes import PROBES
 from app.trace_context import SCOPE_KEY, UpstreamCall
 from app.tracing_names import OPT_IN, TABLES, SpanNames
 from app.tracing_settings import TracingSettings
 from app.waterfall import Interval, Timeline
 
 CLOSE_TIMEOUT_S = 5.0
-UNTRACED = frozenset(
-    (
-        *("/metrics", "/health", "/livez", "/ping", "/ready", "/readyz", "/version"),
-        *("/health/liveliness", "/health/liveness", "/health/readiness"),
-    )
-)
-"""Asked for every few seconds; nobody wants to read them."""
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 COMPLETIONS = frozenset(("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"))
 PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
@@ -256,7 +250,7 @@ class TracingMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection."""
-        if scope["type"] != ScopeType.HTTP or scope["path"] in UNTRACED:
+        if scope["type"] != ScopeType.HTTP or scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
         trace = self._tracing.begin(scope)

@@ -1,8 +1,10 @@
 """Metrics and logs: names that dashboards know, bounded series, no prompt text."""
 
+import hashlib
 import io
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from app.logs import configure_logging
 from app.observability import ITL_BUCKETS, EngineCollector
+from app.operator_settings import AdminSettings, StorageSettings
 from app.plain_histogram import PlainHistogram
 from app.settings import LoggingSettings, Settings, TenantSettings
 from engine.outputs import EngineStats, KVTransferStats
@@ -98,6 +101,34 @@ async def test_logs_are_json_lines_with_ids_and_numbers_but_no_text(log: io.Stri
     assert own[0]["tenant"] == "acme"
     assert own[1]["prompt_tokens"] == own[0]["prompt_tokens"]
     assert secret not in log.getvalue()
+
+
+async def test_what_is_no_completion_has_a_line_with_its_route_and_an_operators_change_its_object(
+    log: io.StringIO, tmp_path: Path
+) -> None:
+    secret = "xyzzy-plugh"
+    digest = hashlib.sha256(b"sk-admin").hexdigest()
+    settings = make_settings(
+        admin=AdminSettings(key_sha256=(digest,)), storage=StorageSettings(data_folder=str(tmp_path))
+    )
+    async with AsyncTestClient(make_app(settings)) as http:
+        await http.get("/health")
+        await http.post(URL, json=make_body(), headers=bearer())
+        await http.post("/v1/tokenize", json={"prompt": secret}, headers=bearer() | {"x-request-id": "abc"})
+        await http.put("/admin/v1/tenants/acme/groups/staff", headers=bearer("sk-admin"))  # the file's own, so refused
+        await http.post("/admin/v1/tenants", json={"name": "initech"}, headers=bearer("sk-admin"))
+        await http.put("/admin/v1/tenants/initech/groups/staff", headers=bearer("sk-admin"))
+        await http.get("/v1/models/" + secret, headers=bearer())
+    lines: list[dict[str, Any]] = [msgspec.json.decode(line) for line in log.getvalue().splitlines()]
+    tokenize, create, group = (line for line in lines if line["event"] == "request")
+    assert (tokenize["method"], tokenize["route"], tokenize["status"]) == ("POST", "/v1/tokenize", 200)
+    assert (tokenize["tenant"], tokenize["request_id"]) == ("acme", "abc")
+    assert (create["route"], create["status"], create["operator"]) == ("/admin/v1/tenants", 201, digest[:8])
+    assert (group["name"], group["group"], group["method"]) == ("initech", "staff", "PUT")
+    refused = [line for line in lines if line["event"] == "request_refused"]
+    assert [line.get("operator") for line in refused] == [digest[:8], None]
+    assert secret not in log.getvalue()
+    assert digest not in log.getvalue()
 
 
 async def test_an_unexpected_error_is_logged_with_its_trace_and_told_without_it(log: io.StringIO) -> None:
