@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from reducer.chat_words import CHAT_WORDS
+from reducer.fact_patterns import NEGATION
 from reducer.ledger import SECONDARY_KINDS, Fact, fact_key
 from reducer.lexical import STOP_WORDS
 from reducer.sentences import split_units
@@ -20,20 +21,17 @@ MIN_PIECE_WORDS = 3
 MAX_PIECE_WORDS = 16
 MAX_PHRASE_WORDS = 4
 MAX_SENTENCE_WORDS = 40
-MAX_JOINED_TERMS = 5
-MAX_JOINT = 2
-"""Small words that may stand between two terms of a pair."""
+MAX_JOINT = 4
+"""Small words that may stand between two terms of a pair ("painting of a castle")."""
 PHRASE_WEIGHT = 0.8
 """Value of a run of words taken out of its clause: short, but harder to read."""
-JOINED_WEIGHT = 0.5
-"""The same where the run goes over small words or holds a fact."""
 WORD_WEIGHT = 0.5
 """Value of a single word out of a run."""
 CHAT_WEIGHT = 0.1
 """Weight of a word of talk beside 1 for a topic's word."""
 DENSE_WEIGHT = 0.4
 """Weight of a pair of characters of a script without spaces."""
-REPLY_WEIGHT = 1.5
+REPLY_WEIGHT = 1.8
 """Value of the beginning of an answer to a question; the question tells what will be asked again."""
 REPLY_UNITS = 3
 """Sentences at the beginning of an answer that count as the answer."""
@@ -90,6 +88,8 @@ class Piece(NamedTuple):
     """Those of its words that say something."""
     pins: tuple[int, ...]
     """Numbers of the turn's pins that lie inside."""
+    firm: tuple[int, ...]
+    """First and last of its words that no shortening cuts off: negations, and characters of a script without spaces."""
 
 
 class Term(NamedTuple):
@@ -133,14 +133,20 @@ def asks(text: str) -> bool:
     return bool(_QUESTION_END.search(text[-160:]))
 
 
+def fact_insides(pins: Iterable[Pin]) -> frozenset[int]:
+    """Words before which no cut may be: it would run through a fact."""
+    return frozenset(word for pin in pins for word in range(pin.first + 1, pin.last))
+
+
 def cut_pieces(
     text: str, words: Sequence[Span], terms: Sequence[Term], pins: Sequence[Pin], *, is_reply: bool
 ) -> tuple[Piece, ...]:
     """Sentences, clauses, phrases and words; none ends inside a fact. ``is_reply``: the message answers a question."""
     starts = [word.start for word in words]
-    inside = {word for pin in pins for word in range(pin.first + 1, pin.last)}
+    inside = fact_insides(pins)
     named = {word for pin in pins for word in range(pin.first, pin.last)}
     content = [word for word, term in enumerate(terms) if term.key]
+    firm = _firm_words(text, words)
     values: dict[tuple[int, int], float] = {}
 
     def add(first: int, last: int, value: float) -> None:
@@ -163,8 +169,6 @@ def cut_pieces(
             if high - low > 1:
                 for word in range(low, high):
                     add(word, word + 1, value * WORD_WEIGHT)
-        for low, high in _joined(first, last, terms, named, inside):
-            add(low, high, value * JOINED_WEIGHT)
     for pin in pins:
         if pin.fact.kind in SECONDARY_KINDS:
             add(pin.first, pin.last, 1.0)
@@ -175,9 +179,20 @@ def cut_pieces(
             value,
             tuple(content[bisect_left(content, first) : bisect_left(content, last)]),
             tuple(number for number, pin in enumerate(pins) if first <= pin.first and pin.last <= last),
+            tuple(firm[low : low + 1] + firm[high - 1 : high]) if low < high else (),
         )
         for (first, last), value in values.items()
+        for low, high in ((bisect_left(firm, first), bisect_left(firm, last)),)
     )
+
+
+def _firm_words(text: str, words: Sequence[Span]) -> list[int]:
+    negated = [match.start() for match in NEGATION.finditer(text)]
+    return [
+        number
+        for number, (start, end) in enumerate(words)
+        if bisect_left(negated, start) < bisect_left(negated, end) or _IS_DENSE.match(text, start)
+    ]
 
 
 def _term(raw: str) -> Term:
@@ -242,20 +257,3 @@ def _phrases(first: int, last: int, terms: Sequence[Term], named: Collection[int
         else:
             phrases.append((word, word + 1))
     return phrases
-
-
-def _joined(
-    first: int, last: int, terms: Sequence[Term], named: Collection[int], inside: Collection[int]
-) -> Iterable[tuple[int, int]]:
-    """Runs from one topic term or fact to another, over at most ``MAX_JOINT`` small words at a time."""
-    ends = [word for word in range(first, last) if terms[word].weight > DENSE_WEIGHT or word in named]
-    for place, low in enumerate(ends):
-        if low in inside:
-            continue
-        has_gap = low in named
-        for before, high in zip(ends[place:], ends[place + 1 : place + MAX_JOINED_TERMS], strict=False):
-            if high - before > MAX_JOINT + 1:
-                break
-            has_gap = has_gap or high in named or high - before > 1
-            if has_gap and high + 1 not in inside:
-                yield low, high + 1

@@ -1,29 +1,48 @@
-"""Extracts: words chosen from turns, most that is new per token first, and the lines they make."""
+"""Extracts: words chosen from turns, most that is new per token first, and the lines they make.
+
+Of a piece only what reaches from its first new word to its last one is taken: so most of a record's tokens say
+something, and what is freed goes to longer runs.
+"""
 
 import heapq
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from reducer.blocks import GAP, line_mark, protect
 from reducer.ledger import NESTING_KINDS, SECONDARY_KINDS, Fact, nested_keys, statement_key
-from reducer.pieces import Piece
+from reducer.pieces import CHAT_WEIGHT, Piece
 from reducer.turns import Turn
 
 TRAILING = frozenset({",", ";", ":", ".", "，", "；", "：", "。", "、", "-", "–", "—"})
 """Marks that are left out where a line or a gap follows them."""
 LEADING = TRAILING | {"*", "•", "·", ">"}
 """Marks that are left out at the beginning of a run."""
+_DETERMINERS = """
+a an the my our your his her its their this that these those ein eine einen einem einer eines der die das den dem mein
+meine meinen meinem unser unsere un una unos unas el la los las mi mis su sus une le les des mon ma mes notre nos
+"""
+DETERMINERS = frozenset(_DETERMINERS.split())
+"""Articles and their like: they stay with the words behind them."""
 GAP_TOKENS = 1
 LABEL_TOKENS = 2
 PIN_CONTEXT = 0.6
-"""What the clause around a bare fact is worth, in new words."""
+"""What it is worth to join words that stand alone to what is said of them, in new words."""
 PAIR_GAIN = 0.37
 """What a new pair of neighbouring terms is worth, in new words."""
 FACT_GAIN = 0.2
 """What a fact that need not be pinned is worth, in new words."""
 COST_EXPONENT = 0.7
 """Below 1 a longer piece is preferred to shorter ones of the same rate: fewer cuts, whole thoughts."""
+
+
+class _Offer(NamedTuple):
+    """Words ``[first, last)`` that a piece would add, and what is new in them per token."""
+
+    rate: float
+    first: int
+    last: int
 
 
 @dataclass(slots=True)
@@ -52,8 +71,12 @@ class TurnExtract:
         return sum(turn.costs[word] for word in range(first, last) if word not in chosen)
 
     def add(self, number: int, first: int, last: int) -> None:
-        """Choose words."""
-        turn = self.turns[number]
+        """Choose words, and what is missing between them and chosen ones where that is a word no dearer than a gap."""
+        turn, chosen = self.turns[number], self.chosen[number]
+        if first - 2 in chosen and turn.costs[first - 1] <= GAP_TOKENS:
+            first -= 1
+        if last + 1 in chosen and turn.costs[last] <= GAP_TOKENS:
+            last += 1
         self.num_tokens += self.cost(number, first, last)
         self.chosen[number].update(range(first, last))
         for word in range(first, last):
@@ -89,44 +112,50 @@ class TurnExtract:
         heap: list[tuple[float, int, int, Piece]] = []
         for number, turn in enumerate(self.turns):
             for order, piece in enumerate(turn.pieces):
-                rate = self._rate(number, piece)
+                rate = self._shorten(number, piece).rate
                 if rate > min_rate:
                     heap.append((-rate, number, order, piece))
         heapq.heapify(heap)
         while heap:
             _, number, order, piece = heapq.heappop(heap)
-            rate = self._rate(number, piece)
+            rate, first, last = self._shorten(number, piece)
             if rate <= min_rate:
                 continue
             if heap and -rate > heap[0][0]:
                 heapq.heappush(heap, (-rate, number, order, piece))
                 continue
-            if self.num_tokens + self.cost(number, piece.first, piece.last) <= max_tokens:
-                self.add(number, piece.first, piece.last)
-                pins = self.turns[number].pins
-                for pin in piece.pins:
-                    self.say_fact(pins[pin].fact)
+            if self.num_tokens + self.cost(number, first, last) <= max_tokens:
+                self.add(number, first, last)
+                for pin in (self.turns[number].pins[pin] for pin in piece.pins):
+                    if first <= pin.first and pin.last <= last:
+                        self.say_fact(pin.fact)
 
-    def _rate(self, number: int, piece: Piece) -> float:
-        """New terms, pairs and facts of a piece per token that it would add."""
-        turn, chosen = self.turns[number], self.chosen[number]
+    def _shorten(self, number: int, piece: Piece) -> _Offer:
+        """A piece without what says nothing new at its edges, and what is new in it per token that it would add."""
+        turn, chosen, said = self.turns[number], self.chosen[number], self.said
         gain, seen = 0.0, set()
+        first, last = (piece.firm[0], piece.firm[-1] + 1) if piece.firm else (piece.last, piece.first)
         for word in piece.terms:
             key, weight = turn.terms[word]
-            if word not in chosen and key not in self.said and key not in seen:
+            if word not in chosen and key not in said and key not in seen:
                 seen.add(key)
                 gain += weight
-            if turn.pairs[word] >= piece.first and _pair_key(turn, word) not in self.said:
+                if weight > CHAT_WEIGHT:
+                    first, last = min(first, word), max(last, word + 1)
+            begin = turn.pairs[word]
+            if begin >= piece.first and _pair_key(turn, word) not in said:
                 gain += PAIR_GAIN
-        for pin in piece.pins:
-            if not self.is_said(turn.pins[pin].fact):
+                first, last = min(first, begin), max(last, word + 1)
+        for pin in (turn.pins[pin] for pin in piece.pins):
+            if not self.is_said(pin.fact):
                 gain += FACT_GAIN
+                first, last = min(first, pin.first), max(last, pin.last)
         if gain <= 0:
-            return 0.0
-        if chosen and not chosen.isdisjoint(range(piece.first, piece.last)):
+            return _Offer(0.0, piece.first, piece.last)
+        first, last = _edges(turn, piece, first, last) if first < last else (piece.first, piece.last)
+        if chosen and not chosen.isdisjoint(range(first, last)):
             gain += PIN_CONTEXT
-        rate: float = gain * piece.value / max(self.cost(number, piece.first, piece.last), 1) ** COST_EXPONENT
-        return rate
+        return _Offer(gain * piece.value / max(self.cost(number, first, last), 1) ** COST_EXPONENT, first, last)
 
     def _say(self, key: str) -> None:
         if key not in self.said:
@@ -183,6 +212,18 @@ def word_runs(chosen: Collection[int], turn: Turn) -> list[tuple[int, int]]:
 def is_secondary(turn: Turn, fact: Fact) -> bool:
     """Whether a fact gives way where room is short: what was not found, and what the assistant counts and decides."""
     return fact.kind == "negation" or (turn.speaker != "user" and fact.kind in SECONDARY_KINDS)
+
+
+def _edges(turn: Turn, piece: Piece, first: int, last: int) -> tuple[int, int]:
+    """Words ``[first, last)`` with an article or a word of talk before them, no fact cut through."""
+    if first > piece.first:
+        is_talk = 0 < turn.terms[first - 1].weight <= CHAT_WEIGHT
+        first -= is_talk or turn.word(first - 1).casefold() in DETERMINERS
+    while first > piece.first and first in turn.insides:
+        first -= 1
+    while last < piece.last and last in turn.insides:
+        last += 1
+    return first, last
 
 
 def _pair_key(turn: Turn, word: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from reducer.blocks import split_blocks, starts_with_block
 from reducer.ledger import find_facts
-from reducer.pieces import Piece, Pin, Term, asks, cut_pieces, read_pairs, read_terms
+from reducer.pieces import Piece, Pin, Term, asks, cut_pieces, fact_insides, read_pairs, read_terms
 from reducer.prompt import WireMessage
 from reducer.stage import Span
 from reducer.template import message_text
@@ -61,6 +61,8 @@ class Turn:
     pieces: tuple[Piece, ...]
     """What a summary may keep beside the facts."""
     pins: tuple[Pin, ...]
+    insides: frozenset[int]
+    """Words before which no cut may be, since a fact goes on there."""
     part: int = 0
     """Which part of the message it is, where a message holds an earlier record: each line of that is a turn."""
 
@@ -214,6 +216,7 @@ def read_turn(
         pairs=tuple(read_pairs(terms)),
         pieces=cut_pieces(text, words, terms, pins, is_reply=is_reply),
         pins=tuple(pins),
+        insides=fact_insides(pins),
     )
 
 

@@ -19,6 +19,7 @@ from reducer.summary import (
     scope_key,
     summarise_segment,
 )
+from reducer.turn_extracts import TurnExtract
 from reducer.turns import Turn, quoted_spans, read_turn
 
 COUNTER = WordCounter()
@@ -201,3 +202,37 @@ def test_keys_differ_in_everything_that_counts() -> None:
         chain_key(b"p", [message, message], 0.4),
     }
     assert len(keys) == 11
+
+
+def test_what_says_nothing_new_is_left_out_at_the_edges_of_a_clause() -> None:
+    told = turns(("user", "Well, you know, I think that we have adopted a spaniel puppy from the shelter, as I said."))
+    assert summarise_segment(told, (), 0.2, COUNTER).text == "adopted a spaniel puppy from the shelter\n"
+    known = {"spaniel", "puppy", "adopted", "spaniel\x02puppy", "adopted\x02spaniel"}
+    assert "puppy" in summarise_segment(told, known, 0.2, COUNTER).text
+    assert "adopted" not in summarise_segment(told, known, 0.2, COUNTER).text
+
+
+def test_no_fact_and_no_negation_is_cut_through() -> None:
+    told = turns(("user", "The harbour restaurant is where I don't think that we should ever celebrate our wedding."))
+    (turn,) = told
+    extract = TurnExtract(told, {"harbour", "restaurant", "harbour\x02restaurant"})
+    extract.fill()
+    (first, *_), words = sorted(extract.chosen[0]), [turn.word(word) for word in sorted(extract.chosen[0])]
+    assert "wedding" in words
+    assert first <= next(number for number in range(len(turn.words)) if turn.word(number) == "don't")
+    dated = turns(("assistant", "You are booked for the night of March 4th at the Abercorn House, as you said before."))
+    for said in ({"march"}, {"abercorn"}, {"booked", "night"}):
+        text = summarise_segment(dated, said, 0.1, COUNTER).text
+        assert "March 4th" in text
+        assert "Abercorn House" in text
+
+
+def test_script_without_spaces_is_not_cut_inside_a_word() -> None:
+    told = turns(("user", "我们昨天在图书馆借了三本关于海洋生物的书。"))
+    text = summarise_segment(told, {"图书"}, 0.05, COUNTER).text
+    assert "图书馆" in text
+
+
+def test_a_small_word_between_chosen_ones_is_kept_for_the_price_of_the_gap() -> None:
+    told = turns(("user", "Meet me at 7 pm on 27 May near the big bridge."))
+    assert summarise_segment(told, (), math.inf, COUNTER).text == "7 pm on 27 May\n"
