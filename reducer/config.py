@@ -207,6 +207,9 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Old tool calls with their results stay whole or go whole; ``extract`` summarises them like other turns."""
     min_recall_score: float = 0.5
     """Relevance for the question, 0 to 1, from which an older turn comes back verbatim."""
+    recall_share: float = 0.15
+    """Most of the room that the record leaves to what the question needs of older turns; less the more facts there are.
+    It stands behind the prefix that requests share: 0 has the most cached, and recalls what there is room for."""
 
     def __post_init__(self) -> None:
         _check_at_least("num_recent_messages", self.num_recent_messages, 0)
@@ -214,6 +217,7 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check_at_least("max_tokens", self.max_tokens, 0)
         _check_at_least("summarizer_timeout_s", self.summarizer_timeout_s, 0.0)
         _check_share("min_recall_score", self.min_recall_score)
+        _check_share("recall_share", self.recall_share)
 
 
 class TemplateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

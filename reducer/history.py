@@ -22,25 +22,21 @@ A unit is what must stay or go together: a plain message, or a tool call with al
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from reducer.config import HistoryConfig, RankConfig
-from reducer.encoder import Encoder, FloatArray
+from reducer.encoder import Encoder
 from reducer.errors import InvalidPromptError
 from reducer.prompt import WireMessage
-from reducer.rank import Query, lexical_scores, query_vector, scale, scale_lexical, similarities
-from reducer.recall import recall_turns
-from reducer.record import Record
+from reducer.rank import Query
+from reducer.recall import recall_room, recall_turns
+from reducer.record import Plan, Record
+from reducer.relevance import rate_turns
 from reducer.result import TurnAction, TurnDecision
 from reducer.summary import Summarizer, SummaryMemory
 from reducer.template import message_text
 from reducer.tokens import TokenCounter
-from reducer.turns import both_ends, call_text, calls_tools, is_tool_result, turn_text
+from reducer.turns import call_text, calls_tools, is_tool_result, turn_text
 
 PROTECTED_ROLES = frozenset({"system", "developer"})
-
-MAX_EMBEDDED_CHARS = 4_000
-"""Of a longer turn only both ends are embedded; BM25 reads all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +142,17 @@ def reduce_history(
     costs = [sum(num_tokens[i] for i in unit) for unit in units]
     share = min(num_tokens[i] - counter.count_text(turn_text(messages[i]) + call_text(messages[i])) for i in indices)
     record = Record(messages, units, costs, counter, config, memory, summarizer, num_block_tokens=max(share, 0))
-    plan = record.plan(planned_allowance or allowance)
+    plan = _plan(record, len(units), planned_allowance or allowance, config)
     if plan.num_tokens > allowance:
-        plan = record.plan(allowance)
-    older = list(range(plan.num_compacted))
-    scores, degraded = _relevance([_unit_text(messages, units[n]) for n in older], query, rank_config, encoder)
+        plan = _plan(record, len(units), allowance, config)
+    older = units[: plan.num_compacted]
+    relevance = rate_turns([_unit_text(messages, unit) for unit in older], query, rank_config, encoder)
     recall = recall_turns(
         messages,
-        units[: plan.num_compacted],
+        older,
         record.older_turns(plan),
         plan,
-        scores,
+        relevance,
         allowance - plan.num_tokens,
         config.min_recall_score,
         counter,
@@ -169,10 +165,12 @@ def reduce_history(
             if number >= plan.num_compacted:
                 action, reason, after = "kept", "recent turn", num_tokens[index]
             elif number in recall.units:
-                action, reason = "recalled", f"relevant to the question ({scores[number]:.2f})"
+                action, reason = "recalled", f"relevant to the question ({relevance.scores[number]:.2f})"
                 after = recall.tokens.get(index, 0)
             elif after := plan.tokens.get(index, 0) + recall.tokens.get(index, 0):
                 action, reason = "summarised", "in the record of earlier turns"
+                if number in recall.parts:
+                    reason += f", relevant sentences beside the question ({relevance.scores[number]:.2f})"
             else:
                 action, reason = "dropped", f"history is limited to {allowance} tokens"
             decisions.append(
@@ -183,32 +181,21 @@ def reduce_history(
     return HistoryOutcome(
         kept=tuple(i for unit in units[plan.num_compacted :] for i in unit),
         decisions=tuple(decisions),
-        degraded="; ".join(dict.fromkeys(note for note in (plan.degraded, degraded) if note)) or None,
+        degraded="; ".join(dict.fromkeys(note for note in (plan.degraded, relevance.degraded) if note)) or None,
         record=plan.block,
         recalled=recall.block,
         num_tokens=plan.num_tokens + recall.num_tokens,
     )
 
 
-def _relevance(
-    texts: Sequence[str], query: Query, config: RankConfig, encoder: Encoder | None
-) -> tuple[FloatArray, str | None]:
-    """Relevance of each text, 0 to 1, and why only BM25 was used, if so."""
-    if not texts:
-        return np.zeros(0, dtype=np.float32), None
-    lexical = scale_lexical(lexical_scores(texts, query, config.context_weight))
-    if config.semantic_weight <= 0:
-        return lexical, None
-    if encoder is None:
-        return lexical, "no encoder: turns ranked by BM25"
-    try:
-        vectors = encoder.encode([both_ends(text, MAX_EMBEDDED_CHARS) for text in texts])
-        semantic = scale(similarities(vectors, query_vector(query, config.context_weight, encoder)))
-    except Exception as error:
-        return lexical, f"encoder failed ({type(error).__name__}): turns ranked by BM25"
-    weight = np.float32(config.lexical_weight + config.semantic_weight)
-    mixed: FloatArray = np.float32(config.lexical_weight) * lexical + np.float32(config.semantic_weight) * semantic
-    return mixed / weight, None
+def _plan(record: Record, num_units: int, allowance: int, config: HistoryConfig) -> Plan:
+    """The record within ``allowance`` less the room for recall; within all of it where the last turns had none."""
+    everything = record.older_turns(Plan(num_units, "", 0, {}, {}, frozenset()))
+    if (room := recall_room(everything, allowance, config.recall_share)) > 0:
+        plan = record.plan(allowance - room)
+        if plan.num_compacted < num_units:
+            return plan
+    return record.plan(allowance)
 
 
 def _unit_text(messages: Sequence[WireMessage], unit: Sequence[int]) -> str:

@@ -4,7 +4,8 @@
 
 Every case is a conversation with probes whose answers stand word for word in it. It is compacted to a share of its
 tokens for the case's own question, and every probe is looked up in what is sent; the probes are unknown to all arms
-but the oracle. ``asked`` asks some probes as the question instead, each in a request of its own.
+but the oracle. ``unrelated`` sends a question that has nothing to do with the conversation. ``asked`` asks the probes
+themselves, each in a request of its own: all of them, or some of a case, evenly over it, where they are many.
 
 Beside it: how often the record of older turns is rewritten while a conversation grows, and which pinned facts are lost
 when a client goes on with compacted messages and they are compacted again, six times.
@@ -31,6 +32,7 @@ from engine.model_store import resolve_model
 from eval.benches.history_arms import (
     Conversation,
     Messages,
+    asked_turns,
     bm25_turns,
     last_turns,
     one_selection,
@@ -66,6 +68,9 @@ from reducer.turns import read_turn
 
 SETS = ("sgd-history", "locomo-history")
 BASELINES = ("last turns", "bm25 turns")
+NUM_ASKED: Mapping[str, int | None] = {"sgd-history": 3, "locomo-history": None}
+"""Probes of a case that are asked, all where none is said."""
+UNRELATED = "Write a haiku about the sea."
 NUM_GROWN = 5
 NUM_COMPACTED = 20
 
@@ -73,7 +78,7 @@ NUM_COMPACTED = 20
 class Bench:
     """Holds tokenizer and encoder; scores one set after the other."""
 
-    def __init__(self, budgets: Sequence[float], seed: int, num_asked: int) -> None:
+    def __init__(self, budgets: Sequence[float], seed: int, num_asked: int | None) -> None:
         self._budgets = budgets
         self._seed = seed
         self._num_asked = num_asked
@@ -85,6 +90,7 @@ class Bench:
         scores: dict[tuple[str, float], list[float]] = {}
         tokens: dict[tuple[str, float], list[float]] = {}
         asked: dict[str, list[float]] = {}
+        unrelated: list[float] = []
         num_probes: list[int] = []
         times_ms: list[float] = []
         name = dataset.name.removesuffix(".gz").removesuffix(".jsonl")
@@ -108,6 +114,7 @@ class Bench:
                 for arm, (text, num_tokens) in kept.items():
                     scores.setdefault((arm, budget), []).append(share_answered(conversation.probes, text))
                     tokens.setdefault((arm, budget), []).append(num_tokens / conversation.full)
+            unrelated.append(share_answered(conversation.probes, self._sent_for(conversation, UNRELATED)))
             self._ask(conversation, asked)
         return SetResult(
             name=name,
@@ -125,29 +132,39 @@ class Bench:
                 for (arm, budget), values in scores.items()
             ],
             versus_best=[self._versus_best(scores, budget) for budget in self._budgets],
+            num_asked=len(asked[OURS]),
             asked=[
-                Asked(arm=arm, budget=BUDGET, answered=estimate(values, seed=self._seed))
+                Asked(
+                    arm=arm,
+                    budget=BUDGET,
+                    answered=estimate(values, seed=self._seed),
+                    ours_minus=None if arm == OURS else compare(asked[OURS], values, seed=self._seed),
+                )
                 for arm, values in asked.items()
             ],
+            unrelated=estimate(unrelated, seed=self._seed),
             growth=self._growth(conversations[:NUM_GROWN]),
             compactions=self._compactions(conversations[:NUM_COMPACTED]),
             ms_median=percentile(times_ms, 0.5),
         )
 
     def _ask(self, conversation: Conversation, asked: dict[str, list[float]]) -> None:
-        """Some probes as questions, evenly over the conversation."""
+        """The probes as questions, or some of them, evenly over the conversation."""
         cache = SummaryCache()
-        step = max(len(conversation.probes) // self._num_asked, 1)
+        num_asked = self._num_asked or len(conversation.probes)
+        step = max(len(conversation.probes) // num_asked, 1)
         room = int(BUDGET * conversation.full)
-        for probe in conversation.probes[::step][: self._num_asked]:
-            messages = [*conversation.messages[:-1], {"role": "user", "content": probe.question}]
-            fixed = self._counter.count_prompt([messages[0], messages[-1]])
-            result = self._reduce(messages, fixed + room, cache)
-            for arm, text in (
-                (OURS, sent_text(result, probe.question)),
-                ("bm25 turns", bm25_turns(conversation, probe.question, room)[0]),
-            ):
+        for probe in conversation.probes[::step][:num_asked]:
+            sent = {OURS: self._sent_for(conversation, probe.question, cache)}
+            sent |= asked_turns(conversation, probe.question, room, self._encoder.encode)
+            for arm, text in sent.items():
                 asked.setdefault(arm, []).append(share_answered([probe], text))
+
+    def _sent_for(self, conversation: Conversation, question: str, cache: SummaryCache | None = None) -> str:
+        """What is sent for another question than the case's own."""
+        messages = [*conversation.messages[:-1], {"role": "user", "content": question}]
+        fixed = self._counter.count_prompt([messages[0], messages[-1]])
+        return sent_text(self._reduce(messages, fixed + int(BUDGET * conversation.full), cache), question)
 
     def _growth(self, conversations: Sequence[Conversation]) -> Growth:
         appended: list[int] = []
@@ -220,7 +237,7 @@ def record_of(result: ReductionResult) -> str:
     return ""
 
 
-def run_set(dataset: Dataset, budgets: Sequence[float], seed: int, num_asked: int) -> SetResult:
+def run_set(dataset: Dataset, budgets: Sequence[float], seed: int, num_asked: int | None) -> SetResult:
     """One set, in a process of its own."""
     return Bench(budgets, seed, num_asked).run(dataset, Console(stderr=True))
 
@@ -229,10 +246,9 @@ def run_set(dataset: Dataset, budgets: Sequence[float], seed: int, num_asked: in
 @click.argument("data", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--budgets", default=str(BUDGET), show_default=True, help="Shares of the tokens, by comma.")
 @click.option("--limit", type=int, help="Most cases of a set; all by default.")
-@click.option("--asked", "num_asked", default=3, show_default=True, help="Probes of a case that are asked.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path))
-def main(data: Path, budgets: str, limit: int | None, num_asked: int, seed: int, output: Path | None) -> None:
+def main(data: Path, budgets: str, limit: int | None, seed: int, output: Path | None) -> None:
     """Compare compacted histories with the usual ways to shorten a conversation."""
     shares = [float(budget) for budget in budgets.split(",")]
     datasets = [read_dataset(data / f"{name}.jsonl.gz", limit=limit) for name in SETS]
@@ -242,7 +258,8 @@ def main(data: Path, budgets: str, limit: int | None, num_asked: int, seed: int,
             "sets": list(SETS),
             "limit": limit,
             "budgets": shares,
-            "asked": num_asked,
+            "asked": {name: NUM_ASKED[name] or "all" for name in SETS},
+            "unrelated": UNRELATED,
             "reducer": msgspec.to_builtins(ReducerConfig(min_prompt_tokens=0)),
         },
         seed=seed,
@@ -251,7 +268,10 @@ def main(data: Path, budgets: str, limit: int | None, num_asked: int, seed: int,
         started_gateway=False,
     )
     with ProcessPoolExecutor(len(datasets), multiprocessing.get_context("spawn")) as pool:
-        runs = [pool.submit(run_set, dataset, shares, seed, num_asked) for dataset in datasets]
+        runs = [
+            pool.submit(run_set, data_set, shares, seed, NUM_ASKED[name])
+            for name, data_set in zip(SETS, datasets, strict=True)
+        ]
         result = Result(manifest=manifest, sets=[run.result() for run in runs])
     print_result(Console(width=160), result, shares)
     encoded = msgspec.json.encode(result)

@@ -4,8 +4,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from engine.chat_template import ChatTokenizer
-from eval.baselines import bm25, by_score
+from eval.baselines import Embed, bm25, by_score, fuse
 from eval.prompts import case_messages
 from eval.samples import Case, Probe
 from eval.scoring import SearchText, scored_probes
@@ -83,6 +85,15 @@ def last_turns(conversation: Conversation, room: int) -> tuple[str, int]:
 def bm25_turns(conversation: Conversation, question: str, room: int) -> tuple[str, int]:
     """Whole turns by BM25."""
     return whole_turns(conversation, by_score(bm25(question, conversation.texts)), room)
+
+
+def asked_turns(conversation: Conversation, question: str, room: int, embed: Embed) -> dict[str, str]:
+    """Whole turns by what the question says: BM25, embeddings, both by reciprocal rank fusion."""
+    lexical = by_score(bm25(question, conversation.texts))
+    similarity = np.asarray(embed(conversation.texts) @ embed([question])[0], dtype=np.float64)
+    semantic = by_score(similarity)
+    orders = {"bm25 turns": lexical, "minilm turns": semantic, "bm25 + minilm turns": fuse(lexical, semantic)}
+    return {arm: whole_turns(conversation, order, room)[0] for arm, order in orders.items()}
 
 
 def oracle_turns(conversation: Conversation, room: int) -> tuple[str, int]:

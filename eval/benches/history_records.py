@@ -12,6 +12,7 @@ from eval.manifest import Manifest
 BUDGET = 0.3
 OURS = "firsttoken"
 ARMS = (OURS, "last turns", "bm25 turns", "one selection", "oracle turns")
+ASKED_ARMS = (OURS, "bm25 turns", "minilm turns", "bm25 + minilm turns")
 NUM_COMPACTIONS = 6
 
 
@@ -33,6 +34,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     arm: str
     budget: float
     answered: Estimate
+    """Share of the asked probes, mean over the probes."""
+    ours_minus: PairedDifference | None = None
+    """Ours minus this arm, by the same probes."""
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +71,11 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     cells: list[Cell]
     versus_best: list[tuple[float, str, PairedDifference]]
     """Budget, best baseline, ours minus it."""
+    num_asked: int
+    """Probes that were asked."""
     asked: list[Asked]
+    unrelated: Estimate
+    """Share of the probes, mean over the cases, where the question has nothing to do with the conversation."""
     growth: Growth
     compactions: Compactions
     ms_median: float
@@ -90,11 +98,16 @@ def print_result(console: Console, result: Result, budgets: Sequence[float]) -> 
     for arm in ARMS:
         table.add_row(arm, *(_row(item, arm) for item in result.sets))
     table.add_section()
-    for arm in (OURS, "bm25 turns"):
+    table.add_row(
+        f"{OURS}, unrelated question, {BUDGET:.0%}", *(f"{100 * item.unrelated.mean:.1f}" for item in result.sets)
+    )
+    for arm in ASKED_ARMS:
         table.add_row(
             f"{arm}, probe asked, {BUDGET:.0%}",
             *(
-                " / ".join(f"{100 * cell.answered.mean:.1f}" for cell in item.asked if cell.arm == arm)
+                " / ".join(
+                    f"{100 * cell.answered.mean:.1f} of {item.num_asked}" for cell in item.asked if cell.arm == arm
+                )
                 for item in result.sets
             ),
         )
