@@ -208,17 +208,17 @@ def _segments(text: str, asked: frozenset[str], removes: bool) -> Iterator[tuple
     is boilerplate goes.
     """
     for line, line_gap in _split(text, Span(0, len(text)), _LINE_GAP):
-        if removes and _is_furniture(text[line.start : line.end], False, asked):
+        if removes and is_furniture(text[line.start : line.end], False, asked):
             yield line, line_gap, False
             continue
         for part, part_gap in _split(text, line, _RUN_GAP):
             after = part_gap if part.end < line.end else line_gap
             piece = text[part.start : part.end]
-            if removes and _is_furniture(piece, False, asked):
+            if removes and is_furniture(piece, False, asked):
                 yield part, after, False
             elif removes and may_hold_notice(piece):
                 for sentence, gap in _split(text, part, _SENTENCE_GAP):
-                    is_kept = not _is_furniture(text[sentence.start : sentence.end], True, asked)
+                    is_kept = not is_furniture(text[sentence.start : sentence.end], True, asked)
                     yield sentence, gap if sentence.end < part.end else after, is_kept
             else:
                 yield part, after, True
@@ -233,7 +233,8 @@ def _split(text: str, span: Span, gaps: re.Pattern[str]) -> Iterator[tuple[Span,
     yield Span(start, span.end), Span(span.end, span.end)
 
 
-def _is_furniture(piece: str, is_sentence: bool, asked: frozenset[str]) -> bool:
+def is_furniture(piece: str, is_sentence: bool, asked: frozenset[str]) -> bool:
+    """Whether a line, or a sentence, is page furniture and shares no word with what is ``asked``."""
     # One word of navigation in running text ("More.") may be an answer, so sentences are held to the stronger marks.
     if not is_boilerplate(piece) or (is_sentence and is_navigation(piece)):
         return False

@@ -205,7 +205,7 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Most seconds that all summaries of one request by the model may take; then extracts take their place."""
     tool_results: Literal["verbatim", "extract"] = "verbatim"
     """Old tool calls with their results stay whole or go whole; ``extract`` summarises them like other turns."""
-    min_recall_score: float = 0.5
+    min_recall_score: float = 0.7
     """Relevance for the question, 0 to 1, from which an older turn comes back verbatim."""
     recall_share: float = 0.15
     """Most of the room that the record leaves to what the question needs of older turns; less the more facts there are.

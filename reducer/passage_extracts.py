@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reducer.clean import is_furniture
 from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
 from reducer.lexical import bm25_scores, words
@@ -87,9 +88,14 @@ class Extractor:
                 used += num_tokens
             else:
                 chosen.difference_update(added)
-        if chosen <= {unit for header in units.headers.values() for unit in header}:
-            return None
+        said = chosen - {unit for header in units.headers.values() for unit in header}
+        if all(self._is_furniture(text, units.spans[unit]) for unit in said):
+            return None  # headers of no row, or furniture around code or a table, where nothing was cleaned
         return PassageExtract(_merge([units.spans[unit] for unit in sorted(chosen)]), max(used, 1))
+
+    def _is_furniture(self, text: str, span: Span) -> bool:
+        asked = frozenset(self._query.words_of(self._query.text))
+        return is_furniture(text[span.start : span.end].strip(), False, asked)
 
     def _count(self, text: str, units: _Units, unit: int) -> int:
         num_tokens = units.num_tokens.get(unit)

@@ -16,7 +16,7 @@ import pytest
 from factories_mixed import HARBOUR, make_mixed
 from factories_mixed import QUESTION as MIXED_QUESTION
 from factories_reducer import WordCounter, make_parts, reduce_parts
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from reducer.clean import clean
@@ -100,6 +100,7 @@ def test_reducing_a_result_again_at_default_settings_changes_nothing(rng: random
     assert second.prompt_tokens == first.prompt_tokens
 
 
+@example(["© 2024 Acme Ltd. All rights reserved.\n | a | b |\n|---|---|\n| 1 | 2 |\n"], 65)
 @settings(max_examples=120, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=7), st.integers(30, 200))
 def test_reducing_a_result_again_within_the_same_budget_keeps_every_word(texts: list[str], limit: int) -> None:
