@@ -63,10 +63,11 @@ class Database:
         migrate = self._settings.migrate_at_start if migrate is None else migrate
         try:
             self._engine = self._make_engine()
-            revision = await self.revision()
-            if revision != HEAD and migrate and (revision is None or revision in KNOWN):
-                await self.upgrade()
+            async with self._file_lock():
                 revision = await self.revision()
+                if revision != HEAD and migrate and (revision is None or revision in KNOWN):
+                    await self._upgrade()
+                    revision = await self.revision()
         except (SQLAlchemyError, OSError) as error:
             await self.close()
             cause = getattr(error, "orig", None) or error
@@ -92,7 +93,11 @@ class Database:
 
     async def upgrade(self) -> None:
         """Brings the tables up to date. Several gateways may do this at the same time: one does, the others wait."""
-        async with self._file_lock(), self.engine.begin() as connection:
+        async with self._file_lock():
+            await self._upgrade()
+
+    async def _upgrade(self) -> None:
+        async with self.engine.begin() as connection:
             if not self.is_sqlite:
                 await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
             await connection.run_sync(_upgrade)
@@ -127,7 +132,11 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def _file_lock(self) -> AsyncIterator[None]:
-        """Keeps other processes of this machine from migrating the same file; SQLite changes tables step by step."""
+        """Keeps other processes of this machine from opening and migrating the same file meanwhile.
+
+        SQLite changes tables step by step, and where two connections turn a new file's journal into a log at the same
+        time, one of them is refused without waiting.
+        """
         if not self.is_sqlite or not self._url.database or self._url.database == ":memory:":
             yield
             return
@@ -139,8 +148,7 @@ class Database:
 
 def _set_pragmas(connection: Any, _: Any) -> None:
     cursor = connection.cursor()
-    # The time-out first: the first connections of several processes change the journal's mode at once.
-    for pragma in (f"busy_timeout={BUSY_TIMEOUT_MS}", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={BUSY_TIMEOUT_MS}", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

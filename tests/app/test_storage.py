@@ -247,6 +247,15 @@ async def test_gateways_that_start_at_once_make_the_tables_once(tmp_path: Path, 
             await database.close()
 
 
+async def test_many_connections_to_a_new_file_wait_for_each_other(tmp_path: Path) -> None:
+    for turn in range(10):
+        settings = StorageSettings(data_folder=str(tmp_path / str(turn)))
+        databases = [Database(settings) for _ in range(6)]
+        await asyncio.gather(*(database.open() for database in databases))
+        for database in databases:
+            await database.close()
+
+
 async def test_the_migrations_make_the_tables_of_the_models(storage: Storage) -> None:
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
