@@ -48,7 +48,8 @@ class ProcessFormatter(logging.Formatter):
         }
         if record.exc_info and record.exc_info[1] is not None:
             fields["exception"] = self._exception(record.exc_info[1])
-        return msgspec.json.encode(fields).decode()
+        text = {name: value.encode("utf-8", "replace").decode() for name, value in fields.items()}
+        return msgspec.json.encode(text).decode()
 
     def formatException(self, ei: object) -> str:  # logging's name
         """What follows the line of a record with an exception."""

@@ -152,14 +152,31 @@ def find_facts(text: str, role: str, quoted: Sequence[Span] = (), *, is_extract:
     for pattern, kind in _OTHER_NAMES:
         for match in pattern.finditer(text):
             add(kind, *match.span())
-    for start, end in _negations(text):
-        add("negation", start, end)
+    return _outermost(_negated(text, _outermost(facts)))
+
+
+def _outermost(facts: list[Fact]) -> list[Fact]:
     facts.sort(key=lambda fact: (fact.start, -fact.end))
     outermost: list[Fact] = []
     for fact in facts:
         if not outermost or fact.end > outermost[-1].end:
             outermost.append(fact)
     return outermost
+
+
+def _negated(text: str, facts: Sequence[Fact]) -> list[Fact]:
+    """Facts and negations; a fact that is negated is one with its negation: "not on 14 March", never the bare date."""
+    found = list(facts)
+    for start, negation, end in _negations(text):
+        bound = [fact for fact in found if fact.start < end and fact.end > negation]
+        if any(fact.start <= start and end <= fact.end for fact in bound):
+            continue  # said by a longer fact, such as a whole sentence
+        found = [fact for fact in found if fact not in bound]
+        low = min([start, *(fact.start for fact in bound)])
+        high = max([end, *(fact.end for fact in bound)])
+        kind: FactKind = min((fact.kind for fact in bound), key=KIND_RANK.__getitem__, default="negation")
+        found.append(Fact(kind, low, high, fact_key(text[low:high])))
+    return found
 
 
 def missing_facts(facts: Iterable[Fact], text: str) -> list[Fact]:
@@ -257,11 +274,16 @@ def _is_common(word: str) -> bool:
     return stem in NOT_NAMES or stem in CHAT_WORDS or "'" in stem
 
 
-def _negations(text: str) -> Iterable[tuple[int, int]]:
-    """Each negation with the words it bears on: two before it, up to five behind it, inside its clause."""
+def _negations(text: str) -> Iterable[tuple[int, int, int]]:
+    """Each negation with the words it bears on: two before it, up to five behind it, inside its clause.
+
+    Yields the beginning of all, of the negation itself, and the end.
+    """
     edge = 0
     for match in NEGATION.finditer(text):
-        if match.start() < edge or SMALL_TALK.search(text, max(0, match.start() - 6), match.end() + 14):
+        clause_end = CLAUSE_END.search(text, match.end(), match.end() + 14)
+        talk_end = clause_end.end() if clause_end else match.end() + 14
+        if match.start() < edge or SMALL_TALK.search(text, max(0, match.start() - 6), talk_end):
             continue
         before = [cut.end() for cut in CLAUSE_END.finditer(text, max(0, match.start() - 80), match.start())]
         low = max(before[-1] if before else max(0, match.start() - 80), edge)
@@ -274,4 +296,4 @@ def _negations(text: str) -> Iterable[tuple[int, int]]:
         if not behind and not ahead:
             continue
         edge = behind[-1] if behind else match.end()
-        yield (ahead[0] if ahead else match.start()), edge
+        yield (ahead[0] if ahead else match.start()), match.start(), edge

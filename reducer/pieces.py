@@ -89,7 +89,8 @@ class Piece(NamedTuple):
     pins: tuple[int, ...]
     """Numbers of the turn's pins that lie inside."""
     firm: tuple[int, ...]
-    """First and last of its words that no shortening cuts off: negations, and characters of a script without spaces."""
+    """First and last of its words that no shortening cuts off: all where something is negated, else characters of a
+    script without spaces."""
 
 
 class Term(NamedTuple):
@@ -146,7 +147,7 @@ def cut_pieces(
     inside = fact_insides(pins)
     named = {word for pin in pins for word in range(pin.first, pin.last)}
     content = [word for word, term in enumerate(terms) if term.key]
-    firm = _firm_words(text, words)
+    negated, dense = _firm_words(text, words)
     values: dict[tuple[int, int], float] = {}
 
     def add(first: int, last: int, value: float) -> None:
@@ -179,20 +180,25 @@ def cut_pieces(
             value,
             tuple(content[bisect_left(content, first) : bisect_left(content, last)]),
             tuple(number for number, pin in enumerate(pins) if first <= pin.first and pin.last <= last),
-            tuple(firm[low : low + 1] + firm[high - 1 : high]) if low < high else (),
+            _firm_ends(first, last, negated, dense),
         )
         for (first, last), value in values.items()
-        for low, high in ((bisect_left(firm, first), bisect_left(firm, last)),)
     )
 
 
-def _firm_words(text: str, words: Sequence[Span]) -> list[int]:
-    negated = [match.start() for match in NEGATION.finditer(text)]
-    return [
-        number
-        for number, (start, end) in enumerate(words)
-        if bisect_left(negated, start) < bisect_left(negated, end) or _IS_DENSE.match(text, start)
-    ]
+def _firm_words(text: str, words: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """Words that negate, and words of a script without spaces."""
+    places = [match.start() for match in NEGATION.finditer(text)]
+    negated = [n for n, (start, end) in enumerate(words) if bisect_left(places, start) < bisect_left(places, end)]
+    return negated, [number for number, (start, _) in enumerate(words) if _IS_DENSE.match(text, start)]
+
+
+def _firm_ends(first: int, last: int, negated: Sequence[int], dense: Sequence[int]) -> tuple[int, ...]:
+    """All of a piece that negates something: what it bears on may stand anywhere in it. Else its dense words."""
+    if bisect_left(negated, first) < bisect_left(negated, last):
+        return (first, last - 1)
+    low, high = bisect_left(dense, first), bisect_left(dense, last)
+    return (dense[low], dense[high - 1]) if low < high else ()
 
 
 def _term(raw: str) -> Term:

@@ -15,7 +15,7 @@ import numpy as np
 from reducer.config import RankConfig
 from reducer.encoder import Encoder, FloatArray
 from reducer.pieces import asks
-from reducer.rank import Query, knows_language, lexical_scores, query_vector, scale, scale_lexical, similarities
+from reducer.rank import Query, knows_language, lexical_scores, query_vector, scale, scale_lexical, similarities, weigh
 from reducer.turns import both_ends
 
 MAX_EMBEDDED_CHARS = 4_000
@@ -64,6 +64,7 @@ class Relevance:
 
 def rate_turns(texts: Sequence[str], query: Query, config: RankConfig, encoder: Encoder | None) -> Relevance:
     """Relevance of turns that follow each other. An encoder that is missing or fails leaves BM25, and says so."""
+    config = weigh(query, config)
     if not texts:
         return Relevance(np.zeros(0, dtype=np.float32), False, query, config, None)
     lexical = scale_lexical(lexical_scores(texts, query, config.context_weight))

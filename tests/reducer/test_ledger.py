@@ -155,3 +155,24 @@ def test_a_name_states_the_names_inside_it() -> None:
 def test_lone_capitals_are_names_where_a_record_goes_on() -> None:
     assert stated("Atherton") == []
     assert [fact.kind for fact in find_facts("Atherton", "user", is_extract=True)] == ["name"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "stated"),
+    [
+        ("Book a table in Oslo, not before 19:00.", "time", "not before 19:00"),
+        ("I want Redis for storage, not Postgres.", "name", "not Postgres"),
+        ("It isn't room 204.", "number", "It isn't room 204"),
+        ("价格不是450元。 听起来很不错，谢谢。", "price", "价格不是450元"),
+        ("合同金额不超过80万元", "price", "合同金额不超过80万元"),
+        ("交货日期并非2024年6月9日", "date", "交货日期并非2024年6月9日"),
+    ],
+)
+def test_a_negated_fact_is_one_with_its_negation(text: str, kind: str, stated: str) -> None:
+    facts = find_facts(text, "user")
+    assert (kind, stated) in [(fact.kind, text[fact.start : fact.end]) for fact in facts]
+
+
+def test_small_talk_negates_nothing() -> None:
+    facts = find_facts("No problem, see you at 5 pm.", "user")
+    assert [fact.kind for fact in facts] == ["time"]
