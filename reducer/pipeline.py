@@ -86,18 +86,20 @@ class Reducer:
         cannot be reduced, BudgetExceededError when what must not be cut does not fit.
         """
         scope, config = cache_scope, self._config
+        # One for all that is tried: a prompt reduced in place may need several rounds.
+        deadline = Deadline(config.deadline_s if deadline_s is None else deadline_s, self._clock)
         if bypass:
-            return self._reduce(parts, budget, caller, bypass=True, cache_scope=scope, deadline_s=deadline_s)
+            return self._reduce(parts, budget, caller, deadline, bypass=True, cache_scope=scope)
         failures: list[str] = []
         recognise = partial(recognise_passages, parts, config.recognise)
         if (found := step("recognise", failures, config.failure, recognise, None)) is not None:
             # The caller's own message has no access labels and needs none.
             everyone = replace(caller, deny_unlabelled=False)
-            below = partial(self._for_messages()._reduce, caller=everyone, cache_scope=scope, deadline_s=deadline_s)
+            below = partial(self._for_messages()._reduce, caller=everyone, deadline=deadline, cache_scope=scope)
             in_place = partial(reduce_in_place, parts, found, budget, below, CachedCounter(self._counter))
             if (result := step("recognise", failures, config.failure, in_place, None)) is not None:
                 return result
-        result = self._reduce(parts, budget, caller, cache_scope=scope, deadline_s=deadline_s)
+        result = self._reduce(parts, budget, caller, deadline, cache_scope=scope)
         reports = step_reports("recognise", failures, result.original_prompt_tokens)
         return msgspec.structs.replace(result, stages=[*reports, *result.stages]) if reports else result
 
@@ -106,14 +108,13 @@ class Reducer:
         parts: PromptParts,
         budget: Budget,
         caller: Caller,
+        deadline: Deadline,
         *,
         bypass: bool = False,
         cache_scope: str = "",
-        deadline_s: float | None = None,
     ) -> ReductionResult:
         """Reduces documents and history; messages are not looked into. As ``reduce``."""
         started = time.perf_counter()
-        deadline = Deadline(self._config.deadline_s if deadline_s is None else deadline_s, self._clock)
         run = self._read(parts, budget, caller, is_raw=bypass)
         run.deadline = deadline
         if cache_scope.strip():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reducer.config import FailureConfig, HistoryConfig, ReducerConfig
+from reducer.deadline import Deadline
 from reducer.errors import StageFailedError
 from reducer.pipeline import Reducer
 from reducer.prompt import Budget, Caller, PromptParts
@@ -200,3 +201,19 @@ def test_bypass_looks_for_no_passages(monkeypatch: pytest.MonkeyPatch) -> None:
     reducer = Reducer(ReducerConfig(failure=FailureConfig(recognise="closed")), WordCounter(), None)
     result = reducer.reduce(QUOTED, budget=Budget(2000, "request"), caller=Caller(), bypass=True)
     assert result.messages == list(QUOTED.messages)
+
+
+def test_what_is_tried_again_has_no_deadline_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float | None] = []
+
+    class Noted(Deadline):
+        def __init__(self, limit_s: float | None, *args: Any) -> None:
+            made.append(limit_s)
+            super().__init__(limit_s, *args)
+
+    monkeypatch.setattr("reducer.pipeline.Deadline", Noted)
+    monkeypatch.setattr("reducer.pipeline.reduce_in_place", boom)
+    Reducer(ReducerConfig(), WordCounter(), None).reduce(
+        QUOTED, budget=Budget(2000, "request"), caller=Caller(), deadline_s=3.0
+    )
+    assert made == [3.0]
