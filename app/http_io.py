@@ -4,13 +4,13 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from litestar import Request, Response
 from litestar.datastructures import Headers, State
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, HTTPResponseStartEvent, Message, Receive, Scope, Send
 
 from app.auth import Principal
 from app.chat_service import Arrival
@@ -70,11 +70,22 @@ def log_fields(scope: Scope) -> dict[str, str]:
     return fields
 
 
-class RequestIdMiddleware:
-    """Puts ``x-request-id`` on every answer, errors and unknown addresses included. Wraps the whole application.
+def at_response_start(send: Send, act: Callable[[HTTPResponseStartEvent], None]) -> Send:
+    """``send`` that gives the message which begins an answer to ``act`` first.
 
-    The wrapped ``send`` is a plain function and no coroutine: a stream calls it with every token.
+    A plain function and no coroutine: a stream calls it with every token.
     """
+
+    def wrapped(message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            act(message)
+        return send(message)
+
+    return wrapped
+
+
+class RequestIdMiddleware:
+    """Puts ``x-request-id`` on every answer, errors and unknown addresses included. Wraps the whole application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -82,13 +93,11 @@ class RequestIdMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection."""
 
-        def send_with_id(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                named = (b"x-request-id", request_id_of(scope).encode("latin-1"))
-                message["headers"] = [*message.get("headers", ()), named]
-            return send(message)
+        def add_id(message: HTTPResponseStartEvent) -> None:
+            named = (b"x-request-id", request_id_of(scope).encode("latin-1"))
+            message["headers"] = [*message.get("headers", ()), named]
 
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, at_response_start(send, add_id))
 
 
 def gateway_of(request: GatewayRequest) -> Gateway:

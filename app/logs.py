@@ -8,16 +8,15 @@ nobody expected, and asyncio's account of a task that failed. Of these the log h
 
 import logging
 import sys
-import traceback
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Any, TextIO
 
 import structlog
 
 from app.settings import LoggingSettings
+from engine.process_logs import place_of
 
-MAX_FRAMES = 30
+NUM_PATH_PARTS = 3
 MAX_CHAIN = 5
 CHATTY = (
     "alembic.runtime.plugins",
@@ -83,7 +82,7 @@ def tell_place(_: Any, __: str, event: structlog.types.EventDict) -> structlog.t
         given = given[1]
     error = sys.exception() if given is True else given
     if isinstance(error, BaseException):
-        event["exception"] = " from ".join(_place(item) for item in _chain(error))
+        event["exception"] = " from ".join(place_of(item, num_parts=NUM_PATH_PARTS) for item in _chain(error))
     return event
 
 
@@ -101,13 +100,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             return
         yield current
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
-    places = [f"{_short(frame.filename)}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
-    return f"{type(error).__name__} at {' < '.join(places)}" if places else type(error).__name__
-
-
-def _short(filename: str) -> str:
-    return "/".join(PurePath(filename).parts[-3:])

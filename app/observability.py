@@ -1,6 +1,5 @@
 """Metrics in Prometheus' format: our prefix, vLLM's suffixes, bounded labels, nothing of a tenant or a prompt."""
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -10,7 +9,7 @@ from prometheus_client.registry import Collector
 from app.compaction import Compaction
 from app.generation import Generation
 from app.metric_labels import finish_label
-from app.plain_histogram import PlainHistogram
+from app.plain_histogram import PlainHistogram, cumulative_buckets
 from app.receipts import saved_tokens
 from app.waterfall_metrics import WaterfallCollector
 from engine.lengths import length_bucket
@@ -77,8 +76,7 @@ class EngineCollector(Collector):
             steps = HistogramMetricFamily(
                 "firsttoken_iteration_tokens_total", "Tokens computed in a step of the engine", labels=["model_name"]
             )
-            bounds = [*(str(float(upper)) for upper in stats.step_tokens.upper), "+Inf"]
-            buckets = list(zip(bounds, itertools.accumulate(stats.step_tokens.counts), strict=True))
+            buckets = cumulative_buckets(stats.step_tokens.upper, stats.step_tokens.counts)
             steps.add_metric([self._model_name], buckets, stats.step_tokens.sum)
             yield steps
         if stats.kv_transfer is not None:

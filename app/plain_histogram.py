@@ -2,10 +2,15 @@
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+
+def cumulative_buckets(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Counts by upper bound, the last one without, as Prometheus adds them up."""
+    return list(zip([*(str(float(bound)) for bound in bounds), "+Inf"], itertools.accumulate(counts), strict=True))
 
 
 class PlainHistogram(Collector):
@@ -19,7 +24,7 @@ class PlainHistogram(Collector):
         self._name = name
         self._text = text
         self._model_name = model_name
-        self._bounds = tuple(float(bound) for bound in bounds)
+        self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -31,7 +36,5 @@ class PlainHistogram(Collector):
     def collect(self) -> Iterator[Metric]:
         """The one series, from the start, so that rates begin at zero."""
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        names = [*map(str, self._bounds), "+Inf"]
-        buckets = list(zip(names, itertools.accumulate(self._counts), strict=True))
-        family.add_metric([self._model_name], buckets, self._sum)
+        family.add_metric([self._model_name], cumulative_buckets(self._bounds, self._counts), self._sum)
         yield family

@@ -5,13 +5,12 @@ Completions and compactions are logged where they end (``app.service_observer``)
 """
 
 import time
-from collections.abc import Awaitable
 
 import structlog
 from litestar.enums import ScopeType
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, HTTPResponseStartEvent, Receive, Scope, Send
 
-from app.http_io import log_fields
+from app.http_io import at_response_start, log_fields
 from app.probes import PROBES
 
 LOGGED_ELSEWHERE = frozenset(
@@ -35,13 +34,11 @@ class RequestLogMiddleware:
         started_s = time.perf_counter()
         status = 0
 
-        def note_status(message: Message) -> Awaitable[None]:
+        def note_status(message: HTTPResponseStartEvent) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            return send(message)
+            status = message["status"]
 
-        await self._app(scope, receive, note_status)
+        await self._app(scope, receive, at_response_start(send, note_status))
         if 100 <= status < 400:
             fields = log_fields(scope)
             # Names of tenants, keys and policies; nowhere else are there words of a caller's in an address.

@@ -14,14 +14,14 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 from litestar.enums import ScopeType
-from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, HTTPResponseStartEvent, HTTPScope, Receive, Scope, Send
 from opentelemetry import propagate
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -31,6 +31,7 @@ from opentelemetry.util.types import AttributeValue
 
 from app.errors import ConfigError, ErrorAnswer, answer_of
 from app.generation import Generation
+from app.http_io import at_response_start
 from app.metric_labels import CODES
 from app.probes import PROBES
 from app.trace_context import SCOPE_KEY, UpstreamCall
@@ -256,13 +257,11 @@ class TracingMiddleware:
         trace = self._tracing.begin(scope)
         scope[SCOPE_KEY] = trace  # type: ignore[literal-required]
 
-        def noting_status(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                trace.on_status(message["status"])
-            return send(message)
+        def note_status(message: HTTPResponseStartEvent) -> None:
+            trace.on_status(message["status"])
 
         try:
-            await self._app(scope, receive, noting_status)
+            await self._app(scope, receive, at_response_start(send, note_status))
         except BaseException as error:
             if isinstance(error, Exception):
                 trace.on_error(answer_of(error))

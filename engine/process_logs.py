@@ -59,9 +59,17 @@ class ProcessFormatter(logging.Formatter):
     def _exception(self, error: BaseException) -> str:
         if self._logs.exception_text:
             return "".join(traceback.format_exception(error)).rstrip()
-        frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
-        places = [f"{PurePath(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
-        return f"{type(error).__name__} at {' < '.join(places)}" if places else type(error).__name__
+        return place_of(error, num_parts=1)
+
+
+def place_of(error: BaseException, *, num_parts: int) -> str:
+    """An exception's kind and where it came from, innermost first; ``num_parts`` of each file's path are told."""
+    frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
+    places = [
+        f"{'/'.join(PurePath(frame.filename).parts[-num_parts:])}:{frame.lineno} in {frame.name}"
+        for frame in reversed(frames)
+    ]
+    return f"{type(error).__name__} at {' < '.join(places)}" if places else type(error).__name__
 
 
 def configure_process_logs(style: LogStyle) -> None:

@@ -33,7 +33,9 @@ Stage = Callable[[Run, ReducerConfig, Encoder | None], str | None]
 FORESEEN = (ReducerError, RecursionError)
 """Mistakes of the request itself, nested too deeply among them: they are told as such."""
 
-_LEFT_ALONE = {
+Step = Literal["recognise", "template"]
+"""What may fail around the stages."""
+_LEFT_ALONE: dict[Step, str] = {
     "recognise": "passages inside messages stay as they are",
     "template": "system text and tools as they came",
 }
@@ -54,10 +56,7 @@ def run_stage(
     except FORESEEN:
         raise
     except Exception as error:
-        mode: FailureMode = getattr(config.failure, name)
-        failure = note_failure(name, mode, error)
-        if mode == "closed":
-            raise StageFailedError(name, f"{failure}, and it is set to refuse then") from error
+        failure = _left_out(name, config.failure, error)
     for field in dataclasses.fields(Run):
         setattr(run, field.name, getattr(before, field.name))
     replacement, what = REPLACEMENTS[name]
@@ -69,7 +68,7 @@ def run_stage(
 
 
 def step(
-    name: Literal["recognise", "template"],
+    name: Step,
     failures: list[str],
     config: FailureConfig,
     work: Callable[[], T],
@@ -84,15 +83,20 @@ def step(
     except FORESEEN:
         raise
     except Exception as error:
-        mode: FailureMode = getattr(config, name)
-        failure = note_failure(name, mode, error)
-        if mode == "closed":
-            raise StageFailedError(name, f"{failure}, and it is set to refuse then") from error
-        failures.append(failure)
+        failures.append(_left_out(name, config, error))
         return instead
 
 
-def step_reports(name: Literal["recognise", "template"], failures: Sequence[str], num_tokens: int) -> list[StageReport]:
+def _left_out(name: str, config: FailureConfig, error: Exception) -> str:
+    """How something failed that is left out then. Raises ``StageFailedError`` where it is set to ``closed``."""
+    mode: FailureMode = getattr(config, name)
+    failure = note_failure(name, mode, error)
+    if mode == "closed":
+        raise StageFailedError(name, f"{failure}, and it is set to refuse then") from error
+    return failure
+
+
+def step_reports(name: Step, failures: Sequence[str], num_tokens: int) -> list[StageReport]:
     """What is told of failed steps: one report, or none where none failed. ``num_tokens`` is what they left alone."""
     if not failures:
         return []

@@ -150,7 +150,7 @@ def reduce_history(
     recall = recall_turns(
         messages,
         older,
-        record.older_turns(plan),
+        record.oldest_turns(plan.num_compacted),
         plan,
         relevance,
         allowance - plan.num_tokens,
@@ -190,8 +190,7 @@ def reduce_history(
 
 def _plan(record: Record, num_units: int, allowance: int, config: HistoryConfig) -> Plan:
     """The record within ``allowance`` less the room for recall; within all of it where the last turns had none."""
-    everything = record.older_turns(Plan(num_units, "", 0, {}, {}, frozenset()))
-    if (room := recall_room(everything, allowance, config.recall_share)) > 0:
+    if (room := recall_room(record.oldest_turns(num_units), allowance, config.recall_share)) > 0:
         plan = record.plan(allowance - room)
         if plan.num_compacted < num_units:
             return plan

@@ -155,10 +155,9 @@ def find_facts(text: str, role: str, quoted: Sequence[Span] = (), *, is_extract:
     return _outermost(_negated(text, _outermost(facts)))
 
 
-def _outermost(facts: list[Fact]) -> list[Fact]:
-    facts.sort(key=lambda fact: (fact.start, -fact.end))
+def _outermost(facts: Iterable[Fact]) -> list[Fact]:
     outermost: list[Fact] = []
-    for fact in facts:
+    for fact in sorted(facts, key=lambda fact: (fact.start, -fact.end)):
         if not outermost or fact.end > outermost[-1].end:
             outermost.append(fact)
     return outermost

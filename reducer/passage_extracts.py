@@ -56,6 +56,7 @@ class Extractor:
 
     def __init__(self, query: Query, config: RankConfig, counter: TokenCounter, encoder: Encoder | None) -> None:
         self._query = query
+        self._asked = frozenset(query.words_of(query.text))
         self._config = config
         self._counter = counter
         self._encoder = encoder
@@ -89,13 +90,10 @@ class Extractor:
             else:
                 chosen.difference_update(added)
         said = chosen - {unit for header in units.headers.values() for unit in header}
-        if all(self._is_furniture(text, units.spans[unit]) for unit in said):
+        lines = (text[span.start : span.end].strip() for span in map(units.spans.__getitem__, said))
+        if all(is_furniture(line, False, self._asked) for line in lines):
             return None  # headers of no row, or furniture around code or a table, where nothing was cleaned
         return PassageExtract(_merge([units.spans[unit] for unit in sorted(chosen)]), max(used, 1))
-
-    def _is_furniture(self, text: str, span: Span) -> bool:
-        asked = frozenset(self._query.words_of(self._query.text))
-        return is_furniture(text[span.start : span.end].strip(), False, asked)
 
     def _count(self, text: str, units: _Units, unit: int) -> int:
         num_tokens = units.num_tokens.get(unit)

@@ -94,6 +94,7 @@ def recall_turns(
     found: list[_Found] = []
     if room > LABEL_TOKENS and relevance.is_found:
         found = _choose(messages, units, turns, relevance, room, min_score, counter)
+    turns = [_without_single_words(turn) for turn in turns]
     block = _Block(messages, units, turns, plan, found, counter)
     while found and block.count() > room:
         found = found[:-1]
@@ -167,6 +168,10 @@ def _choose(
     return chosen
 
 
+def _without_single_words(turn: Turn) -> Turn:
+    return replace(turn, pieces=tuple(p for p in turn.pieces if p.pins or p.last - p.first >= MIN_CLAUSE_WORDS))
+
+
 def _sentences(turn: Turn) -> list[tuple[int, int]]:
     """Words of each sentence of a turn."""
     starts = [word.start for word in turn.words]
@@ -191,10 +196,7 @@ class _Block:
         found: Sequence[_Found],
         counter: TokenCounter,
     ) -> None:
-        self._turns = [
-            replace(turn, pieces=tuple(p for p in turn.pieces if p.pins or p.last - p.first >= MIN_CLAUSE_WORDS))
-            for turn in turns
-        ]
+        self._turns = turns
         self._plan = plan
         self._found = found
         self._counter = counter

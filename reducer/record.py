@@ -128,9 +128,9 @@ class Record:
             "; ".join(dict.fromkeys(notes)) or None,
         )
 
-    def older_turns(self, plan: Plan) -> list[Turn]:
-        """The turns that the record stands for."""
-        return self._segment(0, plan.num_compacted)
+    def oldest_turns(self, num_units: int) -> list[Turn]:
+        """What the first units say, as the record would read them."""
+        return self._segment(0, num_units)
 
     def _compact(self, bounds: tuple[int, ...], level: int, newest: int, room: int) -> tuple[tuple[int, ...], int]:
         """One step: the oldest units behind the record join it until ``LOW_WATERMARK`` of the room is in use."""
